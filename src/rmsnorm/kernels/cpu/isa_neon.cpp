@@ -1,0 +1,20 @@
+#include "dispatch.h"
+
+#if defined(__aarch64__)
+#include "vec/neon.h"
+// After the primitives that it is written over.
+#include "rms_norm.h"
+#endif
+
+namespace rmsnorm {
+
+const Kernels* neon_kernels() {
+#if defined(__aarch64__)
+  static constexpr Kernels table = make_kernels<Neon>();
+  return &table;
+#else
+  return nullptr;
+#endif
+}
+
+}  // namespace rmsnorm

@@ -1,0 +1,678 @@
+// RMSNorm forward (Zhang & Sennrich 2019), written once over the vector primitives.
+//
+//     ms   = sum(x^2) / width          the order of summation below, in float (double for double)
+//     rstd = 1 / sqrt(ms + eps)        correctly rounded square root and division
+//     y    = (x * rstd) * weight       rounded where the call says
+//
+// The order of summation is that of PyTorch's CPU sum over a contiguous last dimension, so that the
+// result has the bits of eager PyTorch. It depends on the width alone: L lanes (8 floats, 4
+// doubles), four accumulators of L lanes, and a cascade of up to four levels that keeps the
+// rounding error of long rows small. A wide register holds several accumulators side by side, a
+// narrow one part of one: the additions of each lane are the same, in the same order.
+#pragma once
+
+#include "vec/scalar.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace rmsnorm {
+namespace {
+
+// A row (or group) of x, read in place. X is the storage type, T the type that accumulates.
+template <class Vec, class X, bool Strided>
+struct RowReader {
+  using T = typename Vec::Scalar;
+  const X* data;
+  std::int64_t stride;
+
+  T at(std::int64_t i) const { return narrow<T>(widen(data[Strided ? i * stride : i])); }
+
+  typename Vec::Reg load(std::int64_t i) const {
+    if constexpr (Strided) {
+      T lanes[Vec::kLanes];
+      for (int lane = 0; lane < Vec::kLanes; ++lane) lanes[lane] = at(i + lane);
+      return Vec::load(lanes);
+    } else {
+      return Vec::load(data + i);
+    }
+  }
+};
+
+// The four accumulators of L lanes, in as many registers as they fill and in whatever order of
+// lanes the instruction set loads a step of X in. Only `store` needs to know that order.
+template <class Vec, class X, bool Strided>
+struct Accumulators {
+  using T = typename Vec::Scalar;
+  using Reg = typename Vec::Reg;
+  static constexpr int kLanes = sizeof(T) == 4 ? 8 : 4;
+  static constexpr int kStep = 4 * kLanes;  // elements of one step
+  static constexpr int kRegs = kStep / Vec::kLanes;
+  static constexpr bool kSplit = !Strided && std::is_same_v<X, bf16>;
+  static_assert(kRegs % 2 == 0);
+
+  Reg reg[kRegs];
+
+  Accumulators() { clear(); }
+  void clear() {
+    for (int r = 0; r < kRegs; ++r) reg[r] = Vec::zero();
+  }
+  void add(const Accumulators& other) {
+    for (int r = 0; r < kRegs; ++r) reg[r] = Vec::add(reg[r], other.reg[r]);
+  }
+  // Squares are rounded before they are added: no fused multiply-add.
+  void add_squares(const RowReader<Vec, X, Strided>& row, std::int64_t first) {
+    for (int r = 0; r < kRegs; r += 2) {
+      Reg a, b;
+      if constexpr (kSplit) {
+        Vec::load_split(row.data + first + r * Vec::kLanes, a, b);
+      } else {
+        a = row.load(first + r * Vec::kLanes);
+        b = row.load(first + (r + 1) * Vec::kLanes);
+      }
+      reg[r] = Vec::add(reg[r], Vec::mul(a, a));
+      reg[r + 1] = Vec::add(reg[r + 1], Vec::mul(b, b));
+    }
+  }
+  // Lane l of accumulator j to lanes[j * kLanes + l].
+  void store(T* lanes) const {
+    for (int r = 0; r < kRegs; r += 2) {
+      if constexpr (kSplit) {
+        Vec::store_joined(lanes + r * Vec::kLanes, reg[r], reg[r + 1]);
+      } else {
+        Vec::store2(lanes + r * Vec::kLanes, reg[r], reg[r + 1]);
+      }
+    }
+  }
+};
+
+// Adds `steps` steps in up to four levels of 2^p steps each.
+template <class Vec, class X, bool Strided>
+Accumulators<Vec, X, Strided> cascade(const RowReader<Vec, X, Strided>& row, std::int64_t steps) {
+  using Acc = Accumulators<Vec, X, Strided>;
+  constexpr int kShortest = 4;
+  Acc level0;
+  if (steps <= std::int64_t{1} << kShortest) {
+    for (std::int64_t k = 0; k < steps; ++k) level0.add_squares(row, k * Acc::kStep);
+    return level0;
+  }
+  int log2 = 0;  // ceil(log2(steps))
+  while ((std::int64_t{1} << log2) < steps) ++log2;
+  const int p = log2 / 4 > kShortest ? log2 / 4 : kShortest;
+  const std::int64_t level_steps = std::int64_t{1} << p;
+  const std::int64_t mask = level_steps - 1;
+  Acc level1, level2, level3;
+  std::int64_t k = 0;
+  while (k + level_steps <= steps) {
+    for (std::int64_t s = 0; s < level_steps; ++s, ++k) level0.add_squares(row, k * Acc::kStep);
+    level1.add(level0);
+    level0.clear();
+    if ((k >> p) & mask) continue;
+    level2.add(level1);
+    level1.clear();
+    if ((k >> (2 * p)) & mask) continue;
+    level3.add(level2);
+    level2.clear();
+  }
+  for (; k < steps; ++k) level0.add_squares(row, k * Acc::kStep);
+  level0.add(level1);
+  level0.add(level2);
+  level0.add(level3);
+  return level0;
+}
+
+// sum(x^2) of a row of `width` elements, in PyTorch's order.
+template <class Vec, class X, bool Strided>
+typename Vec::Scalar sum_of_squares(const RowReader<Vec, X, Strided>& row, std::int64_t width) {
+  using T = typename Vec::Scalar;
+  using Acc = Accumulators<Vec, X, Strided>;
+  constexpr int kLanes = Acc::kLanes;
+  const auto square = [&row](std::int64_t i) {
+    const T x = row.at(i);
+    return x * x;
+  };
+
+  if (width < kLanes) {  // one lane: every element is a vector of its own
+    T acc[4] = {};
+    const std::int64_t steps = width / 4;
+    for (std::int64_t i = 0; i < steps * 4; ++i) acc[i % 4] += square(i);
+    for (std::int64_t i = steps * 4; i < width; ++i) acc[0] += square(i);
+    return T(0) + (((acc[0] + acc[1]) + acc[2]) + acc[3]);
+  }
+
+  const std::int64_t steps = width / Acc::kStep;
+  alignas(64) T lanes[Acc::kStep];
+  cascade(row, steps).store(lanes);
+
+  T* total = lanes;  // accumulator 0
+  std::int64_t i = steps * Acc::kStep;
+  for (; i + kLanes <= width; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) total[lane] += square(i + lane);
+  }
+  for (int j = 1; j < 4; ++j) {
+    for (int lane = 0; lane < kLanes; ++lane) total[lane] += lanes[j * kLanes + lane];
+  }
+  T sum = 0;
+  for (; i < width; ++i) sum += square(i);
+  for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
+  return sum;
+}
+
+inline float square_root(float value) { return __builtin_sqrtf(value); }
+inline double square_root(double value) { return __builtin_sqrt(value); }
+
+// The factor that x is multiplied by, from the sum of the squares.
+template <class T>
+T inverse_rms(const ForwardCall& call, T sum) {
+  const T eps = static_cast<T>(call.eps);
+  const T width = static_cast<T>(call.width);
+  if (call.eps_in == EpsIn::clamp) {
+    const T norm = square_root(sum);
+    return square_root(width) / (norm < eps ? eps : norm);
+  }
+  const T ms = call.divide ? sum / width : sum;
+  if (call.eps_in == EpsIn::root) return T(1) / (square_root(ms) + eps);
+  return T(1) / square_root(ms + eps);
+}
+
+// Full subnormal arithmetic while in scope, whatever mode the caller's thread is in.
+class KeepSubnormals {
+ public:
+#if defined(__x86_64__)
+  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
+  ~KeepSubnormals() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+  KeepSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~(std::uint64_t{1} << 24)));
+  }
+  ~KeepSubnormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+#else
+  KeepSubnormals() = default;
+#endif
+  KeepSubnormals(const KeepSubnormals&) = delete;
+  KeepSubnormals& operator=(const KeepSubnormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  unsigned saved_;
+#elif defined(__aarch64__)
+  std::uint64_t saved_ = 0;
+#endif
+};
+
+// The constant beside the sum of squares, on the scale of the squares.
+inline double squared_eps(const ForwardCall& call) {
+  return call.eps_in == EpsIn::mean_square ? call.eps : call.eps * call.eps;
+}
+
+// Whether the sum has left the range in which it means something: infinite, or so small that the
+// squares lost bits (or vanished) and eps does not outweigh them.
+template <class T>
+bool out_of_range(const ForwardCall& call, T sum) {
+  if (sum == static_cast<T>(INFINITY)) return true;
+  constexpr double kSmall = sizeof(T) == 4 ? 0x1p-100 : 0x1p-960;
+  if (!(sum < static_cast<T>(kSmall))) return false;
+  return squared_eps(call) * (call.divide ? static_cast<double>(call.width) : 1.0) < kSmall;
+}
+
+// A row out of range, in double: x * 2^exponent squares without leaving double's range.
+struct RescaledRow {
+  bool valid = false;  // false: the row is zero or not finite, and the formula holds as it is
+  int exponent = 0;
+  double rstd = 0.0;  // of the scaled row
+};
+
+template <class T, class Reader>
+RescaledRow rescale(const ForwardCall& call, const Reader& row, std::int64_t width) {
+  RescaledRow result;
+  double largest = 0.0;
+  for (std::int64_t i = 0; i < width; ++i) {
+    const double magnitude = __builtin_fabs(static_cast<double>(row.at(i)));
+    if (!(magnitude <= 1.7976931348623157e308)) return result;
+    if (magnitude > largest) largest = magnitude;
+  }
+  if (largest == 0.0) return result;
+  result.valid = true;
+  if constexpr (sizeof(T) == 8) {  // floats square within double's range as they are
+    const double floor = call.eps_in == EpsIn::mean_square ? square_root(call.eps) : call.eps;
+    result.exponent = -__builtin_ilogb(largest > floor ? largest : floor);
+  }
+  double sum = 0.0;
+  double lost = 0.0;  // Neumaier's compensation: this order of summation must not cost accuracy
+  for (std::int64_t i = 0; i < width; ++i) {
+    const double x = __builtin_ldexp(static_cast<double>(row.at(i)), result.exponent);
+    const double next = sum + x * x;
+    lost += sum >= x * x ? (sum - next) + x * x : (x * x - next) + sum;
+    sum = next;
+  }
+  sum += lost;
+  const double ms = call.divide ? sum / static_cast<double>(width) : sum;
+  switch (call.eps_in) {
+    case EpsIn::mean_square:
+      result.rstd = 1.0 / square_root(ms + __builtin_ldexp(call.eps, 2 * result.exponent));
+      break;
+    case EpsIn::root:
+      result.rstd = 1.0 / (square_root(ms) + __builtin_ldexp(call.eps, result.exponent));
+      break;
+    case EpsIn::clamp: {
+      const double floor = __builtin_ldexp(call.eps, result.exponent);
+      const double norm = square_root(sum);
+      result.rstd = square_root(static_cast<double>(width)) / (norm < floor ? floor : norm);
+      break;
+    }
+  }
+  return result;
+}
+
+constexpr int kChunk = 256;
+
+template <class To, class From>
+void convert(const void* from, std::int64_t first, std::int64_t count, To* to) {
+  const From* source = static_cast<const From*>(from) + first;
+  for (std::int64_t i = 0; i < count; ++i) to[i] = narrow<To>(widen(source[i]));
+}
+
+template <class To>
+void load_as(DType type, const void* from, std::int64_t first, std::int64_t count, To* to) {
+  switch (type) {
+    case DType::f32:
+      return convert<To, float>(from, first, count, to);
+    case DType::f64:
+      return convert<To, double>(from, first, count, to);
+    case DType::bf16:
+      return convert<To, bf16>(from, first, count, to);
+    case DType::f16:
+      return convert<To, f16>(from, first, count, to);
+  }
+}
+
+template <class Y, class M>
+void store_as(const M* from, std::int64_t count, void* to, std::int64_t first) {
+  Y* target = static_cast<Y*>(to) + first;
+  for (std::int64_t i = 0; i < count; ++i) target[i] = narrow<Y>(from[i]);
+}
+
+template <class M>
+void store(DType type, const M* from, std::int64_t count, void* to, std::int64_t first) {
+  switch (type) {
+    case DType::f32:
+      return store_as<float>(from, count, to, first);
+    case DType::f64:
+      return store_as<double>(from, count, to, first);
+    case DType::bf16:
+      return store_as<bf16>(from, count, to, first);
+    case DType::f16:
+      return store_as<f16>(from, count, to, first);
+  }
+}
+
+template <class M>
+void round_in_place(DType type, M* values, std::int64_t count) {
+  if (type == DType::bf16) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = widen(narrow<bf16>(values[i]));
+  } else if (type == DType::f16) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = widen(narrow<f16>(values[i]));
+  } else if (type == DType::f32 && sizeof(M) == 8) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(values[i]);
+  }
+}
+
+// Everything after xhat, for any mix of types: `count` elements from column `column` of row `row`.
+template <class M, class T>
+void finish_chunk(const ForwardCall& call, const T* xhat, std::int64_t count, std::int64_t column,
+                  std::int64_t row) {
+  M values[kChunk];
+  M operand[kChunk];
+  for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<M>(xhat[i]);
+  if (call.weight) {
+    if (call.mid != DType::f64) round_in_place(call.mid, values, count);
+    load_as(call.weight_type, call.weight, column, count, operand);
+    if (call.offset != 0.0) {
+      const T offset = static_cast<T>(call.offset);
+      for (std::int64_t i = 0; i < count; ++i) operand[i] = static_cast<T>(operand[i]) + offset;
+    }
+    for (std::int64_t i = 0; i < count; ++i) values[i] *= operand[i];
+  }
+  if (call.bias) {
+    if (call.bias_after_round) round_in_place(call.y_type, values, count);
+    load_as(sizeof(M) == 8 ? DType::f64 : DType::f32, call.bias, column, count, operand);
+    for (std::int64_t i = 0; i < count; ++i) values[i] += operand[i];
+  }
+  store(call.y_type, values, count, call.y, row * call.d + column);
+}
+
+// Writes elements [begin, end) of a row, in chunks that fit the first cache; `xhat(i)` gives them.
+template <class T, class Xhat>
+void finish_slowly(const ForwardCall& call, std::int64_t begin, std::int64_t end, std::int64_t row,
+                   const Xhat& xhat) {
+  for (std::int64_t column = begin; column < end; column += kChunk) {
+    const std::int64_t count = end - column < kChunk ? end - column : kChunk;
+    T chunk[kChunk];
+    for (std::int64_t i = 0; i < count; ++i) chunk[i] = xhat(column - begin + i);
+    if (call.multiply == DType::f64) {
+      finish_chunk<double>(call, chunk, count, column, row);
+    } else {
+      finish_chunk<T>(call, chunk, count, column, row);
+    }
+  }
+}
+
+struct NoWeight {};
+
+// y = ((x * rstd) rounded to Mid) * (weight + offset), rounded to Y; contiguous.
+template <class Vec, class X, class W, class Y, class Mid, bool Offset, bool Stream>
+void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
+               typename Vec::Scalar offset, void* y_, std::int64_t count) {
+  using T = typename Vec::Scalar;
+  using Reg = typename Vec::Reg;
+  constexpr int kLanes = Vec::kLanes;
+  constexpr bool kWeighted = !std::is_same_v<W, NoWeight>;
+  // In a split pair of registers the even elements come before the odd ones: cheaper to take apart
+  // and to join, and no arithmetic here looks at an element's neighbours. The stores of split pairs
+  // rely on every NaN coming from a bf16, whose lower half is zero.
+  constexpr bool kSplit =
+      std::is_same_v<X, bf16> && std::is_same_v<Y, bf16> && (!kWeighted || std::is_same_v<W, bf16>);
+  const X* x = static_cast<const X*>(x_);
+  const W* weight = static_cast<const W*>(weight_);
+  Y* y = static_cast<Y*>(y_);
+  const Reg factors = Vec::set1(rstd);
+  const Reg offsets = Vec::set1(offset);
+  std::int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    Reg a, b;
+    if constexpr (kSplit) {
+      Vec::load_split(x + i, a, b);
+    } else {
+      a = Vec::load(x + i);
+      b = Vec::load(x + i + kLanes);
+    }
+    a = Vec::mul(a, factors);
+    b = Vec::mul(b, factors);
+    if constexpr (kWeighted) {
+      Reg weight_a, weight_b;
+      if constexpr (kSplit) {
+        Vec::load_split(weight + i, weight_a, weight_b);
+      } else {
+        weight_a = Vec::load(weight + i);
+        weight_b = Vec::load(weight + i + kLanes);
+      }
+      if constexpr (Offset) {
+        weight_a = Vec::add(weight_a, offsets);
+        weight_b = Vec::add(weight_b, offsets);
+      }
+      if constexpr (kSplit && std::is_same_v<Mid, bf16>) {
+        a = Vec::round_split(a);
+        b = Vec::round_split(b);
+      } else {
+        a = Vec::template round_to<Mid>(a);
+        b = Vec::template round_to<Mid>(b);
+      }
+      a = Vec::mul(a, weight_a);
+      b = Vec::mul(b, weight_b);
+    }
+    if constexpr (kSplit) {
+      Vec::template store_split<Stream>(y + i, a, b);
+    } else if constexpr (Stream) {
+      Vec::stream2(y + i, a, b);
+    } else {
+      Vec::store2(y + i, a, b);
+    }
+  }
+  for (; i < count; ++i) {
+    T value = widen(x[i]) * rstd;
+    if constexpr (kWeighted) {
+      T scale = widen(weight[i]);
+      if constexpr (Offset) scale += offset;
+      value = widen(narrow<Mid>(value)) * scale;
+    }
+    y[i] = narrow<Y>(value);
+  }
+}
+
+template <class T>
+using ScaleRow = void (*)(const void*, T, const void*, T, void*, std::int64_t);
+
+template <class Vec, class X, class W, class Y, class Mid, bool Offset>
+ScaleRow<typename Vec::Scalar> pick_store(bool stream) {
+  return stream ? &scale_row<Vec, X, W, Y, Mid, Offset, true>
+                : &scale_row<Vec, X, W, Y, Mid, Offset, false>;
+}
+
+template <class X>
+constexpr DType dtype_of() {
+  if constexpr (std::is_same_v<X, float>) return DType::f32;
+  if constexpr (std::is_same_v<X, double>) return DType::f64;
+  if constexpr (std::is_same_v<X, bf16>) return DType::bf16;
+  if constexpr (std::is_same_v<X, f16>) return DType::f16;
+}
+
+template <class Vec, class X, class Y, class Mid>
+ScaleRow<typename Vec::Scalar> pick_weight(const ForwardCall& call) {
+  using T = typename Vec::Scalar;
+  if (!call.weight) return pick_store<Vec, X, NoWeight, Y, T, false>(call.stream);
+  if (call.weight_type == dtype_of<T>() && call.offset == 0.0) {
+    return pick_store<Vec, X, T, Y, Mid, false>(call.stream);
+  }
+  if constexpr (!std::is_same_v<X, T>) {
+    if (call.weight_type == dtype_of<X>()) {
+      return call.offset == 0.0 ? pick_store<Vec, X, X, Y, Mid, false>(call.stream)
+                                : pick_store<Vec, X, X, Y, Mid, true>(call.stream);
+    }
+  }
+  return nullptr;
+}
+
+template <class Vec, class X, class Y>
+ScaleRow<typename Vec::Scalar> pick_mid(const ForwardCall& call) {
+  if (call.mid == DType::f64) return pick_weight<Vec, X, Y, typename Vec::Scalar>(call);
+  if (call.mid == dtype_of<X>()) return pick_weight<Vec, X, Y, X>(call);
+  return nullptr;
+}
+
+// The vector loop for a call whose rows are contiguous and whose types are the usual ones, or null.
+template <class Vec, class X>
+ScaleRow<typename Vec::Scalar> pick_scale(const ForwardCall& call) {
+  using T = typename Vec::Scalar;
+  if (call.bias || call.multiply != dtype_of<T>()) return nullptr;
+  if (call.y_type == dtype_of<X>()) return pick_mid<Vec, X, X>(call);
+  if (call.y_type == dtype_of<T>()) return pick_mid<Vec, X, T>(call);
+  return nullptr;
+}
+
+// Walks over the rows in order; the offset of each in elements of x.
+class RowCursor {
+ public:
+  RowCursor(const OuterDims& outer, std::int64_t row) : outer_(outer) {
+    for (int dim = outer.rank - 1; dim >= 0; --dim) {
+      index_[dim] = row % outer.size[dim];
+      row /= outer.size[dim];
+      offset_ += index_[dim] * outer.stride[dim];
+    }
+  }
+  std::int64_t offset() const { return offset_; }
+  void next() {
+    for (int dim = outer_.rank - 1; dim >= 0; --dim) {
+      offset_ += outer_.stride[dim];
+      if (++index_[dim] < outer_.size[dim]) return;
+      offset_ -= outer_.size[dim] * outer_.stride[dim];
+      index_[dim] = 0;
+    }
+  }
+
+ private:
+  const OuterDims& outer_;
+  std::int64_t index_[kMaxRank];
+  std::int64_t offset_ = 0;
+};
+
+constexpr int kBlock = 8;  // statistics taken together, so that their latencies overlap
+constexpr std::int64_t kBlockBytes = 16384;  // of x: a block stays in the first cache
+
+template <class Vec, class X, bool Strided>
+void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+  using T = typename Vec::Scalar;
+  ScaleRow<T> scale = nullptr;
+  if constexpr (!Strided) scale = pick_scale<Vec, X>(call);
+  const std::int64_t part = call.d / call.groups;  // elements that share one rstd
+  const std::int64_t groups = call.groups;
+
+  // A "part" is a whole row, or one group of it: parts are numbered through all rows.
+  struct Part {
+    RowReader<Vec, X, Strided> reader;
+    std::int64_t row, column;
+    T sum, rstd;
+  };
+  Part block[kBlock];
+  const std::int64_t fitting = kBlockBytes / (part * static_cast<std::int64_t>(sizeof(X)) + 1);
+  const int block_size = static_cast<int>(fitting < 1 ? 1 : fitting > kBlock ? kBlock : fitting);
+
+  const std::size_t weight_size = call.weight_type == DType::f64   ? 8
+                                  : call.weight_type == DType::f32 ? 4
+                                                                   : 2;
+  const std::size_t y_size = call.y_type == DType::f64 ? 8 : call.y_type == DType::f32 ? 4 : 2;
+
+  RowCursor cursor(call.outer, begin);
+  std::int64_t row = begin;
+  std::int64_t group = 0;
+  while (row < end) {
+    int count = 0;
+    for (; count < block_size && row < end; ++count) {
+      Part& current = block[count];
+      const X* data = static_cast<const X*>(call.x) + cursor.offset();
+      current.reader = {data + group * part * call.x_stride, call.x_stride};
+      current.row = row;
+      current.column = group * part;
+      current.sum = sum_of_squares(current.reader, call.width);
+      if (++group == groups) {
+        group = 0;
+        ++row;
+        cursor.next();
+      }
+    }
+    for (int i = 0; i < count; ++i) block[i].rstd = inverse_rms<T>(call, block[i].sum);
+    for (int i = 0; i < count; ++i) {
+      const Part& current = block[i];
+      if (__builtin_expect(out_of_range<T>(call, current.sum), 0)) {
+        const KeepSubnormals keep;
+        const RescaledRow rescaled = rescale<T>(call, current.reader, call.width);
+        if (rescaled.valid) {
+          finish_slowly<T>(
+              call, current.column, current.column + part, current.row, [&](std::int64_t j) {
+                const double x = static_cast<double>(current.reader.at(j));
+                return static_cast<T>(__builtin_ldexp(x, rescaled.exponent) * rescaled.rstd);
+              });
+          continue;
+        }
+      }
+      if constexpr (!Strided) {
+        if (scale) {
+          scale(current.reader.data, current.rstd,
+                static_cast<const char*>(call.weight) + current.column * weight_size,
+                static_cast<T>(call.offset),
+                static_cast<char*>(call.y) + (current.row * call.d + current.column) * y_size,
+                part);
+          continue;
+        }
+      }
+      finish_slowly<T>(call, current.column, current.column + part, current.row,
+                       [&](std::int64_t j) { return current.reader.at(j) * current.rstd; });
+    }
+  }
+  if (call.stream) Vec::fence();
+}
+
+template <class Isa, class X>
+void forward_of(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+  if constexpr (std::is_same_v<X, double>) {
+    if (call.compute == DType::f32) {
+      forward_rows<typename Isa::F32, X, true>(call, begin, end);
+    } else if (call.x_stride != 1) {
+      forward_rows<typename Isa::F64, X, true>(call, begin, end);
+    } else {
+      forward_rows<typename Isa::F64, X, false>(call, begin, end);
+    }
+  } else {
+    if (call.x_stride != 1) {
+      forward_rows<typename Isa::F32, X, true>(call, begin, end);
+    } else {
+      forward_rows<typename Isa::F32, X, false>(call, begin, end);
+    }
+  }
+}
+
+template <class Isa>
+void forward(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+  switch (call.x_type) {
+    case DType::f32:
+      return forward_of<Isa, float>(call, begin, end);
+    case DType::f64:
+      return forward_of<Isa, double>(call, begin, end);
+    case DType::bf16:
+      return forward_of<Isa, bf16>(call, begin, end);
+    case DType::f16:
+      return forward_of<Isa, f16>(call, begin, end);
+  }
+}
+
+// Widens a weight, in T, adds the offset, and stores it as To.
+template <class Vec, class W, class To>
+void prepare(const W* weight, std::int64_t count, double offset, To* result) {
+  using T = typename Vec::Scalar;
+  constexpr int kLanes = Vec::kLanes;
+  const T shift = static_cast<T>(offset);
+  std::int64_t i = 0;
+  if constexpr (std::is_same_v<To, T> && !(std::is_same_v<W, double> && sizeof(T) == 4) &&
+                !(sizeof(W) < 8 && sizeof(T) == 8)) {
+    // Adding zero would lose the sign of a weight of -0.
+    const typename Vec::Reg shifts = Vec::set1(shift);
+    const auto load = [&](std::int64_t j) {
+      const typename Vec::Reg value = Vec::load(weight + j);
+      return offset == 0.0 ? value : Vec::add(value, shifts);
+    };
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      Vec::store2(result + i, load(i), load(i + kLanes));
+    }
+  }
+  for (; i < count; ++i) {
+    const T value = narrow<T>(widen(weight[i]));
+    result[i] = offset == 0.0 ? narrow<To>(widen(weight[i])) : narrow<To>(value + shift);
+  }
+}
+
+template <class Isa, class W>
+void prepare_of(const W* weight, std::int64_t count, double offset, DType compute, DType to,
+                void* result) {
+  if (to == DType::f32) {
+    prepare<typename Isa::F32>(weight, count, offset, static_cast<float*>(result));
+  } else if (compute == DType::f32) {
+    prepare<typename Isa::F32>(weight, count, offset, static_cast<double*>(result));
+  } else {
+    prepare<typename Isa::F64>(weight, count, offset, static_cast<double*>(result));
+  }
+}
+
+template <class Isa>
+void prepare_weight(DType type, const void* weight, std::int64_t count, double offset,
+                    DType compute, DType to, void* result) {
+  switch (type) {
+    case DType::f32:
+      return prepare_of<Isa>(static_cast<const float*>(weight), count, offset, compute, to, result);
+    case DType::f64:
+      return prepare_of<Isa>(static_cast<const double*>(weight), count, offset, compute, to,
+                             result);
+    case DType::bf16:
+      return prepare_of<Isa>(static_cast<const bf16*>(weight), count, offset, compute, to, result);
+    case DType::f16:
+      return prepare_of<Isa>(static_cast<const f16*>(weight), count, offset, compute, to, result);
+  }
+}
+
+template <class Isa>
+constexpr Kernels make_kernels() {
+  return {Isa::kName, &forward<Isa>, &prepare_weight<Isa>};
+}
+
+}  // namespace
+}  // namespace rmsnorm
