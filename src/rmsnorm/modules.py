@@ -1,0 +1,137 @@
+"""RMSNorm as a module, with the signature of ``torch.nn.RMSNorm``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rmsnorm.ops.route import forward as rms_norm_forward
+from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
+
+
+class RMSNorm(nn.Module):
+    """Root mean square layer normalisation (Zhang & Sennrich 2019,
+    https://arxiv.org/abs/1910.07467) over the last dimension(s), with a learnable weight.
+
+    Replaces ``torch.nn.RMSNorm`` by a change of the import: the parameter is called ``weight``,
+    state dicts have the same keys, and the result has the same bits.
+
+    Args:
+        normalized_shape: size of the last dimension, or sizes of the last dimensions.
+        eps: the constant beside the mean square; ``None`` takes the spec's.
+        elementwise_affine: whether there is a weight.
+        device: of the weight.
+        dtype: of the weight.
+        spec: the convention, a :class:`~rmsnorm.NormSpec` or the name of one in
+            :data:`rmsnorm.specs`.
+
+    Shape:
+        input (..., *normalized_shape), output the same, contiguous; float32, float64, bfloat16 or
+        float16, the output in the dtype that the spec names (x's, for the default).
+
+    The weight starts at 1, or at 0 for a zero-centred spec (offset 1).
+
+    Raises:
+        ValueError: an empty or negative shape, a bad eps, an unknown spec, a spec with a gate.
+        TypeError: a shape that is not made of ints.
+
+    Example:
+        >>> norm = RMSNorm(2, eps=1e-6, spec="llama")
+        >>> norm(torch.tensor([3.0, 4.0])).detach()
+        tensor([0.8485, 1.1314])
+        >>> norm
+        RMSNorm((2,), eps=1e-06, elementwise_affine=True, spec='llama')
+    """
+
+    __constants__ = ("elementwise_affine", "eps", "normalized_shape")  # noqa: RUF012
+    normalized_shape: tuple[int, ...]
+    eps: float | None
+    elementwise_affine: bool
+    spec: NormSpec
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: NormSpec | str = "torch",
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _shape(normalized_shape)
+        self.eps = None if eps is None else check_eps(eps)
+        self.elementwise_affine = elementwise_affine
+        self.spec = as_spec(spec)
+        if self.spec.gate is not None:
+            raise ValueError(
+                f"{self.spec} has a gate, but RMSNorm takes one input; use a spec without a gate"
+            )
+        if elementwise_affine:
+            weight = torch.empty(self.normalized_shape, device=device, dtype=dtype)
+            if not weight.is_floating_point():
+                raise TypeError(f"dtype is {weight.dtype}; expected a floating-point dtype")
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to the value with which the norm only normalises."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.spec.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (..., *normalized_shape).
+
+        Raises:
+            ValueError: x does not end in ``normalized_shape``.
+            TypeError: a dtype that has no RMSNorm.
+            RuntimeError: x and the weight are on different devices.
+        """
+        # `self.weight` would search the class and __getattr__ first.
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight  # a parametrization, or None
+        ndim = len(self.normalized_shape)
+        if x.shape[-ndim:] != self.normalized_shape:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; expected it to end in normalized_shape "
+                f"{self.normalized_shape}"
+            )
+        return rms_norm_forward(x, weight, None, self.eps, self.spec, ndim)
+
+    def extra_repr(self) -> str:
+        text = (
+            f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        )
+        name = _name_of(self.spec)
+        return text if name == "torch" else f"{text}, spec={name!r}"
+
+
+def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+    try:
+        shape = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise TypeError(
+            f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints"
+        ) from None
+    if not shape or any(size < 0 for size in shape):
+        raise ValueError(
+            f"normalized_shape is {normalized_shape!r}; expected at least one size, none negative"
+        )
+    return shape
+
+
+def _name_of(spec: NormSpec) -> NormSpec | str:
+    """The name under which the spec can be given, or the spec itself."""
+    for name in specs:
+        if specs[name] == spec:
+            return name
+    return spec

@@ -1,0 +1,1 @@
+"""The operations: one file each, chosen between in :mod:`rmsnorm.ops.route`."""

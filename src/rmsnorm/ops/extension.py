@@ -1,0 +1,75 @@
+"""Loads the native CPU kernels, once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from pathlib import Path
+
+_LIBRARY = Path(__file__).resolve().parent.parent / "_kernels.so"
+_state: list[ctypes.CDLL | None] = []
+
+
+def load() -> bool:
+    """Load the kernels on the first call; whether there are any.
+
+    ``RMSNORM_DISABLE_EXT=1`` goes without them. Where they were not built, the package runs on
+    plain torch operations and says so once.
+
+    Raises:
+        ImportError: ``RMSNORM_ISA`` names an instruction set that this machine lacks, or the
+            library is there but cannot be loaded.
+    """
+    if not _state:
+        _state.append(_load())
+    return _state[0] is not None
+
+
+def _load() -> ctypes.CDLL | None:
+    if os.environ.get("RMSNORM_DISABLE_EXT", "") not in ("", "0"):
+        return None
+    if not _LIBRARY.exists():
+        warnings.warn(
+            "rmsnorm was installed without its CPU kernels, so it runs on plain torch operations: "
+            "the same results, slower. Install a C++20 compiler and reinstall with "
+            "`pip install --no-build-isolation rmsnorm` to have them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    import torch  # noqa: F401  (the library needs torch's symbols)
+
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"the rmsnorm kernels in {_LIBRARY.name} cannot be loaded with this torch: {error}; "
+            "reinstall rmsnorm, or set RMSNORM_DISABLE_EXT=1 to run without them"
+        ) from error
+    library.rmsnorm_cpu_isa.restype = ctypes.c_char_p
+    library.rmsnorm_isa_error.restype = ctypes.c_char_p
+    if library.rmsnorm_cpu_isa() is None:
+        raise ImportError(library.rmsnorm_isa_error().decode())
+    return library
+
+
+def cpu_isa() -> str | None:
+    """The instruction set that the CPU kernels use: ``"avx512"``, ``"avx2"``, ``"neon"`` or
+    ``"scalar"``; ``None`` without the kernels.
+
+    The environment variable ``RMSNORM_ISA`` overrides the choice and is read once.
+
+    Raises:
+        ImportError: ``RMSNORM_ISA`` names an instruction set that this machine lacks.
+
+    Example:
+        >>> cpu_isa() in ("avx512", "avx2", "neon", "scalar", None)
+        True
+    """
+    if not load():
+        return None
+    library = _state[0]
+    assert library is not None
+    name: bytes = library.rmsnorm_cpu_isa()
+    return name.decode()
