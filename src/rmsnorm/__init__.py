@@ -11,6 +11,7 @@ normalised where torch is not installed::
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,3 +60,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if sys.modules.get("torch") is not None:
+    # Who has torch loaded may go straight to torch.ops.rmsnorm.
+    importlib.import_module("rmsnorm.ops.rms_norm")

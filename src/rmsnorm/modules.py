@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.ops.route import forward as rms_norm_forward
+from rmsnorm.ops import rms_norm as operation
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
 
 
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         RMSNorm((2,), eps=1e-06, elementwise_affine=True, spec='llama')
     """
 
-    __constants__ = ("elementwise_affine", "eps", "normalized_shape")  # noqa: RUF012
+    __constants__ = ("elementwise_affine", "eps", "normalized_shape")
     normalized_shape: tuple[int, ...]
     eps: float | None
     elementwise_affine: bool
@@ -98,13 +98,9 @@ class RMSNorm(nn.Module):
         weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight  # a parametrization, or None
-        ndim = len(self.normalized_shape)
-        if x.shape[-ndim:] != self.normalized_shape:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; expected it to end in normalized_shape "
-                f"{self.normalized_shape}"
-            )
-        return rms_norm_forward(x, weight, None, self.eps, self.spec, ndim)
+        if weight is None:  # otherwise the operation compares x with the weight
+            operation.count_dimensions(x, self.normalized_shape)
+        return operation.forward(x, weight, None, self.eps, self.spec, len(self.normalized_shape))
 
     def extra_repr(self) -> str:
         text = (

@@ -117,6 +117,8 @@ class NormSpec:
                 "NormSpec(eps_in='clamp', reduce='sum'): clamp already divides by the l2 norm and "
                 "scales by sqrt(d), so there is no mean to leave out; use reduce='mean'"
             )
+        # Kept, because every call of an operation needs it and hashing eleven fields costs more.
+        object.__setattr__(self, "_encoded", _encode(self))
 
     def width(self, d: int) -> int:
         """The number of elements that one mean square is taken over, in a row of ``d``.
@@ -147,7 +149,8 @@ class NormSpec:
             >>> NormSpec.decode(specs.gemma.encode()) == specs.gemma
             True
         """
-        return _encode(self)
+        encoded: str = self._encoded  # type: ignore[attr-defined]
+        return encoded
 
     @staticmethod
     def decode(text: str) -> NormSpec:
@@ -186,7 +189,6 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-@functools.lru_cache(maxsize=1024)
 def _encode(spec: NormSpec) -> str:
     values = ((field, getattr(spec, field.name)) for field in fields(spec))
     return ";".join(f"{field.name}={value}" for field, value in values if value != field.default)
@@ -194,11 +196,12 @@ def _encode(spec: NormSpec) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _decode(text: str) -> NormSpec:
-    types = {field.name: type(field.default) for field in fields(NormSpec)}
+    names = {field.name for field in fields(NormSpec)}
+    numbers: dict[str, type] = {"offset": float, "groups": int, "partial": float}
     values: dict[str, Any] = {}
     for part in text.split(";") if text else ():
         name, equals, value = part.partition("=")
-        if not equals or name not in types or name in values:
+        if not equals or name not in names or name in values:
             raise ValueError(f"{text!r} is not an encoded NormSpec: {part!r} is not a field of it")
         try:
             if name == "eps":
@@ -206,15 +209,13 @@ def _decode(text: str) -> NormSpec:
             elif name == "gate":
                 values[name] = None if value == "None" else value
             else:
-                values[name] = types[name](value)
+                values[name] = numbers.get(name, str)(value)
         except ValueError:
             raise ValueError(f"{text!r} is not an encoded NormSpec: {part!r}") from None
     return NormSpec(**values)
 
 
-_LLAMA = NormSpec(
-    eps=1e-6, accumulate="float32", rounding="before_weight", output="promote"
-)
+_LLAMA = NormSpec(eps=1e-6, accumulate="float32", rounding="before_weight", output="promote")
 _FLOAT32_MULTIPLY = NormSpec(eps=1e-6, accumulate="float32", rounding="after_weight")
 
 _NAMED: dict[str, NormSpec] = {

@@ -29,7 +29,7 @@ _library.define(
 )
 
 
-@torch.library.register_fake("rmsnorm::rms_norm", lib=_library)
+@torch.library.register_fake("rmsnorm::rms_norm", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(
     x: Tensor,
     weight: Tensor | None,
@@ -43,7 +43,9 @@ def _fake(
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-@torch.library.register_fake("rmsnorm::rms_norm.out", lib=_library)
+@torch.library.register_fake(  # type: ignore[untyped-decorator]
+    "rmsnorm::rms_norm.out", lib=_library
+)
 def _fake_out(
     x: Tensor,
     weight: Tensor | None,
@@ -156,9 +158,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
         TypeError: the dtype is not float32, float64, bfloat16 or float16.
     """
     if tensor.dtype not in FLOATING:
-        raise TypeError(
-            f"{name} is {tensor.dtype}; expected float32, float64, bfloat16 or float16"
-        )
+        raise TypeError(f"{name} is {tensor.dtype}; expected float32, float64, bfloat16 or float16")
 
 
 def check_out(out: Tensor, x: Tensor, weight: Tensor | None, spec: NormSpec) -> None:
@@ -237,9 +237,12 @@ def forward(
         check(x, weight, bias, eps, spec, ndim)
         return composite.rms_norm(x, weight, bias, eps, spec, ndim)
     try:
+        result: Tensor
         if out is None:
-            return op(x, weight, bias, eps, spec.encode(), ndim)
-        return op_out(x, weight, bias, eps, spec.encode(), ndim, out=out)
+            result = op(x, weight, bias, eps, spec.encode(), ndim)
+        else:
+            result = op_out(x, weight, bias, eps, spec.encode(), ndim, out=out)
+        return result
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         # The checks cost as much as a small call, so they run only once something is wrong: they
         # raise the same complaint with the type of error that Python users expect.

@@ -99,18 +99,21 @@ def rms_norm(
         >>> rms_norm([3.0, 4.0], [1.0, 1.0])  # doctest: +ELLIPSIS
         [0.848528..., 1.131370...]
     """
+    resolved = as_spec(spec)
     if isinstance(x, (list, tuple, int, float)):
-        return _lists(x, weight, eps, as_spec(spec), normalized_shape, bias, out)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(x, numpy.ndarray):
-        return _arrays(x, weight, eps, as_spec(spec), normalized_shape, bias, out)
-    operation = _tensors()
+        return _lists(x, weight, eps, resolved, normalized_shape, bias, out)
+    operation = _operation()
+    if not isinstance(x, operation.Tensor):
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(x, numpy.ndarray):
+            return _arrays(x, weight, eps, resolved, normalized_shape, bias, out)
+        raise TypeError(f"x is a {type(x).__name__}; expected a tensor, an array or a list")
     ndim = 1
     if normalized_shape is not None:
         ndim = operation.count_dimensions(x, _shape(normalized_shape))
     elif weight is not None:
-        ndim = getattr(weight, "ndim", 0) or 1
-    return operation.forward(x, weight, bias, eps, as_spec(spec), ndim, out)
+        ndim = getattr(weight, "ndim", 1) or 1
+    return operation.forward(x, weight, bias, eps, resolved, ndim, out)
 
 
 def forward(
@@ -133,12 +136,12 @@ def forward(
 
     Raises: as :func:`rms_norm`.
     """
-    result: Tensor = _tensors().forward(x, weight, bias, eps, spec, ndim)
+    result: Tensor = _operation().forward(x, weight, bias, eps, spec, ndim)
     return result
 
 
 @functools.cache
-def _tensors() -> Any:
+def _operation() -> Any:
     """The part that needs torch, imported at the first tensor."""
     from rmsnorm.ops import rms_norm as operation
 

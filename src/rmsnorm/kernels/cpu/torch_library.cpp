@@ -5,10 +5,16 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "dispatch.h"
 #include "spec.h"
@@ -140,6 +146,24 @@ Owned empty_contiguous(const View& like, DType type) {
   return Owned(handle);
 }
 
+// Asks for huge pages under a fresh large result: first touch of small pages costs several times
+// what the norm does. Only memory that this operation has just allocated is ever advised.
+void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::int64_t bytes) {
+#if defined(__linux__)
+  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  static const bool enabled = [] {
+    const char* setting = std::getenv("RMSNORM_HUGE_PAGES");
+    return !setting || std::string_view(setting) != "0";
+  }();
+  if (!enabled || bytes < static_cast<std::int64_t>(4 * kHugePage)) return;
+  const auto begin = (reinterpret_cast<std::uintptr_t>(data) + kHugePage - 1) & ~(kHugePage - 1);
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes)) &
+                   ~(kHugePage - 1);
+  // A refusal (no huge pages on this system) only leaves things as they were.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 Owned contiguous_copy(const View& view) {
   Owned copy = empty_contiguous(view, view.type);
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), view.handle, 0));
@@ -172,21 +196,22 @@ class Parameter {
   }
   const void* widened(const Kernels& isa, std::int64_t count, double offset, DType compute,
                       DType to) {
-    const auto bytes = static_cast<std::size_t>(count * size_of(to));
-    void* target = small_;
-    if (bytes > sizeof small_) {
-      large_ = std::make_unique_for_overwrite<double[]>((bytes + 7) / 8);
-      target = large_.get();
-    }
+    // 64-byte blocks: aligned for every instruction set.
+    const auto blocks = static_cast<std::size_t>((count * size_of(to) + 63) / 64);
+    widened_ = std::make_unique_for_overwrite<Block[]>(blocks);
+    void* target = widened_.get();
     isa.prepare_weight(view_.type, as_is(), count, offset, compute, to, target);
     return target;
   }
 
  private:
+  struct alignas(64) Block {
+    char bytes[64];
+  };
+
   View view_;
   Owned copy_;
-  std::unique_ptr<double[]> large_;
-  alignas(64) char small_[16384];
+  std::unique_ptr<Block[]> widened_;
 };
 
 // x as rows: collapses the outer dimensions; false if a row has no single stride.
@@ -322,6 +347,7 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
   } else {
     void* data = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(result.get(), &data));
+    advise_huge_pages(data, rows * call.d * size_of(call.y_type));
     call.y = data;
   }
 
