@@ -151,7 +151,8 @@ def _normalise(row: Tensor, width: int, eps: float, spec: NormSpec) -> Tensor:
     if plain_eager and _all_in_range(total, limits.tiny if can_vanish else 0.0):
         return row * _rstd(total, width, eps, spec)
 
-    redo = torch.isinf(total) & torch.isfinite(row[..., :width]).all(dim=-1, keepdim=True)
+    # A row that holds an infinite element may come along: it is 0 and nan either way.
+    redo = torch.isinf(total)
     if can_vanish:
         redo = redo | (total < limits.tiny)
     if plain_eager and not redo.any():

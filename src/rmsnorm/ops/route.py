@@ -140,12 +140,18 @@ def forward(
     return result
 
 
-@functools.cache
+_imported: Any = None
+
+
 def _operation() -> Any:
     """The part that needs torch, imported at the first tensor."""
-    from rmsnorm.ops import rms_norm as operation
+    # No functools.cache: torch.compile warns that it looks through one.
+    global _imported
+    if _imported is None:
+        from rmsnorm.ops import rms_norm as operation
 
-    return operation
+        _imported = operation
+    return _imported
 
 
 def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
