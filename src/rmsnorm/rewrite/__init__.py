@@ -1,0 +1,1 @@
+"""Changing a network around its norms without changing what it computes."""
