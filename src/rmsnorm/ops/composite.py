@@ -113,7 +113,7 @@ def rms_norm(
         if spec.rounding != "after_weight":
             y = y.to(out_dtype)
         y = y.to(multiply) + bias.reshape(d).to(multiply)
-    return y.to(out_dtype).reshape(x.shape).contiguous()
+    return y.to(out_dtype).reshape(x.shape)
 
 
 def _multiply_dtype(
