@@ -1,0 +1,265 @@
+"""The results as rows of a table, as sentences and as JSON. Every claim is a ratio."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rmsnorm.bench.grid import SPECS
+from rmsnorm.bench.run import Comparison, Result
+
+SCHEMA = 1
+FORWARD_COLUMNS = (
+    "shape",
+    "dtype",
+    "buffers",
+    "output",
+    "spec",
+    "ours us",
+    "ours/limit",
+    "eager/ours",
+    "compiled/ours",
+    "op/ours",
+    "",
+)
+CALL_COLUMNS = ("shape", "dtype", "mode", "op us", "add us", "op/add", "limit", "")
+
+
+def machine(cache_bytes: int, rotating: int) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "cpu": _cpu_name(),
+        "isa": _isa(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "last_level_cache_bytes": cache_bytes,
+        "rotating_bytes": rotating,
+        "load_average": _load(),
+    }
+
+
+def _load() -> float | None:
+    """How many processes ran or waited during the last minute, None where nobody counts."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def load_warning(machine_: dict[str, Any]) -> str | None:
+    """A sentence where other processes were busy when the benchmark began, or None.
+
+    Threads that wait for each other slow down manyfold when one of them has to share its core.
+
+    Example:
+        >>> load_warning({"load_average": 0.1}) is None
+        True
+    """
+    load = machine_["load_average"]
+    if load is None or load < 0.5:
+        return None
+    return (
+        f"the load average was {load:g} when the benchmark began: other processes share this "
+        "machine, so the ratios may be off"
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _isa() -> str | None:
+    """The instruction set of the kernels, None where there are none."""
+    try:
+        from rmsnorm import cpu_isa
+
+        return str(cpu_isa())
+    except (ImportError, RuntimeError):
+        return None
+
+
+def forward_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """One row for each forward cell and spec, in the order of :data:`FORWARD_COLUMNS`."""
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        cell = result.cell
+        if cell.kind != "forward":
+            continue
+        for spec in SPECS:
+            ours = _median(result, f"ours {spec}")
+            limit = _median(result, result.physical_limit)
+            lost = [one for one in result.comparisons if not one.ok and _is_about(one, spec)]
+            rows.append(
+                (
+                    cell.shape,
+                    cell.dtype,
+                    cell.buffers,
+                    cell.output,
+                    spec,
+                    _number(ours),
+                    _ratio(ours, limit),
+                    _ratio(_median(result, f"eager {spec}"), ours),
+                    _ratio(_median(result, f"compiled {spec}"), ours),
+                    _ratio(_median(result, f"op {spec}"), ours),
+                    _flags(bool(lost), result.disturbed),
+                )
+            )
+    return rows
+
+
+def call_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """One row for each call cell, in the order of :data:`CALL_COLUMNS`."""
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        cell = result.cell
+        if cell.kind != "call":
+            continue
+        ours, add = _median(result, "op torch"), _median(result, "add")
+        limit = "".join(f"{one.limit.ratio:g}" for one in result.comparisons)
+        rows.append(
+            (
+                cell.shape,
+                cell.dtype,
+                cell.grad_mode,
+                _number(ours),
+                _number(add),
+                _ratio(ours, add),
+                limit,
+                _flags(result.loses, result.disturbed),
+            )
+        )
+    return rows
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """A line for each peer and one for each broken limit."""
+    lines = []
+    for spec in SPECS:
+        for peer in (f"eager {spec}", f"compiled {spec}"):
+            ratios = sorted(
+                (1.0 / comparison.ratio, str(result.cell))
+                for result in results
+                for comparison in result.comparisons
+                if comparison.limit.rival == peer and comparison.ratio
+            )
+            if ratios:
+                mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+                lines.append(
+                    f"{peer} / ours: {mean:.2f} (geometric mean of {len(ratios)} cells), "
+                    f"smallest {ratios[0][0]:.2f} at {ratios[0][1]}"
+                )
+    for result in results:
+        for comparison in result.comparisons:
+            limit = comparison.limit
+            if limit.rival == "copy" and comparison.ratio:
+                lines.append(
+                    f"{limit.ours} / copy: {comparison.ratio:.2f} (limit {limit.ratio:g}) "
+                    f"at {result.cell}"
+                )
+    for result in results:
+        for comparison in result.comparisons:
+            if not comparison.ok:
+                lines.append(f"loses: {result.cell}: {describe(comparison)}")
+    losing = sum(result.loses for result in results)
+    disturbed = sum(result.disturbed for result in results)
+    lines.append(f"{len(results) - losing} of {len(results)} cells hold, {losing} lose")
+    if disturbed:
+        lines.append(f"{disturbed} cells were disturbed (~): something else used the machine")
+    return lines
+
+
+def describe(comparison: Comparison) -> str:
+    """A comparison as words."""
+    limit = comparison.limit
+    if comparison.ratio is None:
+        return f"{limit.ours} could not be measured"
+    relation = "below" if limit.strict else "at most"
+    return (
+        f"{limit.ours} / {limit.rival} is {comparison.ratio:.2f}, "
+        f"expected {relation} {limit.ratio:g}"
+    )
+
+
+def to_dict(
+    results: Sequence[Result], machine_: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything, for JSON. Times are microseconds for one call."""
+    return {
+        "schema": SCHEMA,
+        "machine": machine_,
+        "settings": settings,
+        "cells": [_cell_dict(result) for result in results],
+        "losing": [str(result.cell) for result in results if result.loses],
+        "ok": not any(result.loses for result in results),
+    }
+
+
+def _cell_dict(result: Result) -> dict[str, Any]:
+    cell = result.cell
+    return {
+        "kind": cell.kind,
+        "shape": [cell.rows, cell.d],
+        "dtype": cell.dtype,
+        "buffers": cell.buffers,
+        "output": cell.output,
+        "grad_mode": cell.grad_mode,
+        "attempts": result.attempts,
+        "disturbed": result.disturbed,
+        "limit": result.physical_limit,
+        "timings": {
+            name: {
+                "median_us": timing.median,
+                "mad_us": timing.mad,
+                "rounds": len(timing.samples),
+                "calls": timing.calls,
+            }
+            for name, timing in result.timings.items()
+        },
+        "comparisons": [
+            {
+                "ours": one.limit.ours,
+                "rival": one.limit.rival,
+                "ratio": one.ratio,
+                "limit": one.limit.ratio,
+                "ok": one.ok,
+            }
+            for one in result.comparisons
+        ],
+        "loses": result.loses,
+    }
+
+
+def _is_about(comparison: Comparison, spec: str) -> bool:
+    return comparison.limit.ours == f"ours {spec}"
+
+
+def _median(result: Result, name: str | None) -> float | None:
+    timing = None if name is None else result.timings.get(name)
+    return None if timing is None else timing.median
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    return "-" if above is None or not below else f"{above / below:.2f}"
+
+
+def _flags(loses: bool, disturbed: bool) -> str:
+    return " ".join([*(["LOSES"] if loses else []), *(["~"] if disturbed else [])])

@@ -1,0 +1,382 @@
+"""Timing and judging.
+
+All candidates of a cell run in one process, interleaved: each round takes one sample of each, in an
+order that rotates from round to round, so that a slow second of the machine falls on everyone. A
+sample is as many calls as take about 200 microseconds, and the result is the median over rounds;
+who would use up the cell's time alone is sampled in the first, the middle and the last round. A
+copy (``torch.add`` in call cells) is the control: if its own samples spread or drift, or anyone's
+spread widely, the cell is measured again, and marked if that does not help. A cell that loses is
+measured again, up to twice, before it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from rmsnorm.bench.grid import SPECS, Cell, Limit, limits
+from rmsnorm.bench.limit import Arguments, Bind, Candidate, CellBuffers, Memory, copies
+from rmsnorm.bench.peers import Compiler, call_candidates, forward_candidates
+
+Clock = Callable[[], int]
+Say = Callable[[str], None]
+
+# Where the two halves of the control's samples, or its samples and their median, differ by more
+# than this, something else used the machine.
+_DRIFT = 1.25
+_SPREAD = 0.15
+_WIDE_SPREAD = 0.3
+_MAX_CALLS = 20_000
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How long to measure.
+
+    Attributes:
+        sample_ns: what one sample should take at least.
+        budget_ns: what the rounds of one cell should take, within the bounds on their number.
+        retries: how often a losing cell is measured again.
+    """
+
+    sample_ns: int = 200_000
+    budget_ns: int = 1_200_000_000
+    min_rounds: int = 5
+    max_rounds: int = 51
+    retries: int = 2
+
+
+FULL = Policy()
+QUICK = Policy(budget_ns=200_000_000, min_rounds=3, max_rounds=7)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The samples of one candidate, in microseconds for one call.
+
+    Example:
+        >>> timing = Timing((1.0, 2.0, 9.0), calls=100)
+        >>> timing.median, timing.mad
+        (2.0, 1.0)
+    """
+
+    samples: tuple[float, ...]
+    calls: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def mad(self) -> float:
+        """The median absolute deviation from the median."""
+        middle = self.median
+        return statistics.median(abs(sample - middle) for sample in self.samples)
+
+    @property
+    def drift(self) -> float:
+        """How far the medians of the first and the second half of the samples are apart (>= 1)."""
+        if len(self.samples) < 2:
+            return 1.0
+        half = len(self.samples) // 2
+        first = statistics.median(self.samples[:half])
+        second = statistics.median(self.samples[-half:])
+        return max(first, second) / max(min(first, second), 1e-9)
+
+    @property
+    def disturbed(self) -> bool:
+        """
+        Example:
+            >>> Timing((1.0, 1.0, 1.1, 2.0, 2.1, 2.0), calls=1).disturbed
+            True
+        """
+        return self.drift > _DRIFT or self.mad > _SPREAD * self.median
+
+
+Timings = Mapping[str, Timing]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One limit and what was measured; ``ratio`` is None where ours could not be measured."""
+
+    limit: Limit
+    ratio: float | None
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio is not None and self.limit.holds(self.ratio)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell, what was measured in it, and how often it took."""
+
+    cell: Cell
+    timings: Timings
+    comparisons: tuple[Comparison, ...]
+    attempts: int
+    disturbed: bool
+
+    @property
+    def loses(self) -> bool:
+        return any(not comparison.ok for comparison in self.comparisons)
+
+    @property
+    def physical_limit(self) -> str | None:
+        """The name of the fastest copy."""
+        found = [name for name in ("copy", "memcpy") if name in self.timings]
+        return min(found, key=lambda name: self.timings[name].median, default=None)
+
+
+class WrongResultError(RuntimeError):
+    """Our result is not the peers', so its speed would mean nothing."""
+
+
+class Batches(Protocol):
+    """Where :func:`measure` takes the arguments of its calls from."""
+
+    def batch(self, bind: Bind, calls: int) -> Iterable[Arguments]: ...
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    buffers: Batches,
+    policy: Policy = FULL,
+    *,
+    warm: bool = False,
+    clock: Clock = time.perf_counter_ns,
+) -> dict[str, Timing]:
+    """Times the candidates against each other.
+
+    Args:
+        candidates: what to time.
+        buffers: gives the arguments.
+        policy: how long.
+        warm: run one call before each sample, untimed. Hot buffers that fit in the cache need it,
+            since the candidate before may have evicted them.
+        clock: nanoseconds.
+
+    Returns:
+        A timing for each candidate's name.
+    """
+
+    def sample(candidate: Candidate, calls: int) -> int:
+        call = candidate.call
+        if warm:
+            for arguments in buffers.batch(candidate.bind, 1):
+                call(*arguments)
+        batch = buffers.batch(candidate.bind, calls)
+        start = clock()
+        for arguments in batch:
+            call(*arguments)
+        return clock() - start
+
+    with _no_collection():
+        calls: dict[str, int] = {}
+        slow: set[str] = set()
+        round_ns = 0
+        for candidate in candidates:
+            calls[candidate.name], spent = _calibrate(candidate, sample, policy.sample_ns)
+            if spent * 2 * policy.min_rounds > policy.budget_ns:
+                slow.add(candidate.name)
+            else:
+                round_ns += spent
+        rounds = policy.budget_ns // round_ns if round_ns else 0
+        rounds = min(max(rounds, policy.min_rounds), policy.max_rounds)
+        samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+        for number in range(rounds):
+            turn = number % max(len(candidates), 1)
+            for candidate in (*candidates[turn:], *candidates[:turn]):
+                name = candidate.name
+                if name not in slow or number in (0, rounds // 2, rounds - 1):
+                    samples[name].append(sample(candidate, calls[name]) / calls[name] / 1e3)
+    return {name: Timing(tuple(values), calls[name]) for name, values in samples.items()}
+
+
+def _calibrate(
+    candidate: Candidate, sample: Callable[[Candidate, int], int], sample_ns: int
+) -> tuple[int, int]:
+    """How many calls fill a sample, and what that sample takes."""
+    spent = sample(candidate, 1)
+    if spent >= 20 * sample_ns:
+        return 1, spent
+    calls = 1
+    while True:
+        spent = sample(candidate, calls)
+        if spent >= sample_ns or calls >= _MAX_CALLS:
+            return calls, spent
+        wanted = math.ceil(1.1 * calls * sample_ns / max(spent, 1))
+        calls = min(max(wanted, calls + 1), 10 * calls, _MAX_CALLS)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def judge(cell: Cell, timings: Timings) -> tuple[Comparison, ...]:
+    """The limits of ``cell`` against the medians; peers that are absent are left out.
+
+    Example:
+        >>> cell = Cell("call", 1, 4096, "bfloat16")
+        >>> judge(cell, {"add": Timing((2.0,), 1), "op torch": Timing((3.0,), 1)})[0].ratio
+        1.5
+    """
+    found = []
+    for limit in limits(cell):
+        if limit.ours not in timings:
+            found.append(Comparison(limit, None))
+        elif limit.rival in timings:
+            ratio = timings[limit.ours].median / timings[limit.rival].median
+            found.append(Comparison(limit, ratio))
+    return tuple(found)
+
+
+def settle(cell: Cell, time_cell: Callable[[Cell], Timings], retries: int) -> Result:
+    """The result of one cell: measured again once if disturbed, up to ``retries`` times if it
+    loses. The first attempt that wins is kept, or else the last."""
+    attempts = 0
+    repeated = False
+    while True:
+        timings = time_cell(cell)
+        attempts += 1
+        disturbed = _disturbed(timings)
+        if disturbed and not repeated:
+            repeated = True
+            continue
+        result = Result(cell, timings, judge(cell, timings), attempts, disturbed)
+        if not result.loses or attempts > retries + repeated:
+            return result
+
+
+def _disturbed(timings: Timings) -> bool:
+    # A small copy runs on one thread and does not notice that a core is taken; those who wait for
+    # a second thread do.
+    return any(
+        (name in ("copy", "add") and timing.disturbed) or timing.mad > _WIDE_SPREAD * timing.median
+        for name, timing in timings.items()
+    )
+
+
+def run(
+    cells: Iterable[Cell],
+    time_cell: Callable[[Cell], Timings],
+    policy: Policy = FULL,
+    on_result: Callable[[Result], None] | None = None,
+) -> list[Result]:
+    """Settles every cell in turn; ``on_result`` hears of each when it is done."""
+    results = []
+    for cell in cells:
+        result = settle(cell, time_cell, policy.retries)
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+    return results
+
+
+class Bench:
+    """Times cells on this machine.
+
+    Args:
+        policy: how long.
+        compiler: makes the compiled peers.
+        cache: bytes of the last-level cache.
+        rotating: bytes of input that rotating cells walk through.
+        say: hears what is going on.
+
+    Example:
+        >>> tiny = Policy(sample_ns=1000, budget_ns=1, min_rounds=1)
+        >>> bench = Bench(tiny, Compiler(enabled=False), cache=2**20, rotating=2**16)
+        >>> timings = bench.time_cell(Cell("forward", 2, 8, "float32"))
+        >>> "eager torch" in timings, "copy" in timings
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        compiler: Compiler,
+        *,
+        cache: int,
+        rotating: int,
+        say: Say = lambda text: None,
+    ) -> None:
+        self._policy, self._compiler, self._say = policy, compiler, say
+        self._cache, self._rotating = cache, rotating
+        self._memory: tuple[str, Memory] | None = None
+        self._verified: set[tuple[str, str, str]] = set()
+
+    def time_cell(self, cell: Cell) -> dict[str, Timing]:
+        """The timings of every candidate of ``cell``.
+
+        Raises:
+            WrongResultError: our result is not the peers'.
+        """
+        # A parameter, as in a model: under no_grad its requires_grad must cost nothing.
+        weight = nn.Parameter(torch.linspace(0.5, 1.5, cell.d, dtype=getattr(torch, cell.dtype)))
+        buffers = self._buffers(cell)
+        mode = torch.inference_mode() if cell.grad_mode == "inference" else torch.no_grad()
+        with mode:
+            if cell.kind == "call":
+                candidates = call_candidates(cell, weight)
+            else:
+                if not self._compiler.has(cell):
+                    self._say(f"{cell}: compiling the peers")
+                peers = forward_candidates(cell, weight, self._compiler, buffers.first())
+                # The same calls whatever the buffers, so one look serves both states.
+                calls = (cell.shape, cell.dtype, cell.output)
+                if calls not in self._verified:
+                    _verify(cell, peers, buffers)
+                    self._verified.add(calls)
+                candidates = [*copies(cell), *peers]
+            self._say(f"{cell}: timing")
+            warm = cell.buffers == "hot" and 2 * cell.nbytes <= self._cache
+            return measure(candidates, buffers, self._policy, warm=warm)
+
+    def _buffers(self, cell: Cell) -> CellBuffers:
+        if self._memory is None or self._memory[0] != cell.dtype:
+            self._memory = (cell.dtype, Memory(cell.dtype, self._rotating))
+        return self._memory[1].buffers(cell)
+
+
+def _verify(cell: Cell, candidates: Sequence[Candidate], buffers: CellBuffers) -> None:
+    x, out = buffers.first()
+    by_name = {candidate.name: candidate for candidate in candidates}
+
+    def result(name: str) -> torch.Tensor:
+        candidate = by_name[name]
+        value = candidate.call(*candidate.bind(x, out))
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    tolerance = 1e-5 if cell.dtype == "float32" else 2e-2
+    for spec in SPECS:
+        expected = result(f"eager {spec}")
+        for name in (f"ours {spec}", f"op {spec}"):
+            if name not in by_name:
+                continue
+            found = result(name)
+            if torch.equal(found, expected):
+                continue
+            worst = (found.double() - expected.double()).abs().max().item()
+            if not worst <= tolerance * max(1.0, expected.abs().max().item()):
+                raise WrongResultError(
+                    f"{cell}: {name} and eager {spec} differ by {worst:.3g}; "
+                    "a wrong result is not timed"
+                )

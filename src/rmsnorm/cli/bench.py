@@ -1,0 +1,172 @@
+"""``rmsnorm bench``: forward speed against the peers and against a plain copy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+import click
+
+from rmsnorm.bench.grid import (
+    BUFFERS,
+    DTYPES,
+    OUTPUTS,
+    SHAPES,
+    Buffers,
+    Cell,
+    Output,
+    call_cells,
+    forward_cells,
+    parse_shape,
+)
+
+
+def _parse_shapes(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    try:
+        return [parse_shape(text) for text in texts]
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Exit 1 where a cell loses.")
+@click.option("--quick", is_flag=True, help="Fewer rounds: a first impression.")
+@click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    help="Write everything measured to FILE; - writes it to stdout instead of the tables.",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="ROWSxWIDTH",
+    callback=_parse_shapes,
+    help="Only this shape. May be repeated.",
+)
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Only this.")
+@click.option("--buffers", multiple=True, type=click.Choice(BUFFERS), help="Only this state.")
+@click.option("--output", "outputs", multiple=True, type=click.Choice(OUTPUTS), help="Only this.")
+@click.option("--calls", is_flag=True, help="Only the cost of a call through torch.ops.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads; torch's default otherwise.")
+def bench(
+    check: bool,
+    quick: bool,
+    no_compile: bool,
+    json_path: str | None,
+    shapes: list[tuple[int, int]],
+    dtypes: tuple[str, ...],
+    buffers: tuple[str, ...],
+    outputs: tuple[str, ...],
+    calls: bool,
+    threads: int | None,
+) -> None:
+    """Time the norm against F.rms_norm, a model's own norm, torch.compile and a plain copy.
+
+    All in one process, interleaved; medians. Ratios above 1 in the columns eager/ours and
+    compiled/ours mean that this package is faster; ours/limit is the distance from the fastest copy
+    of the same bytes.
+    """
+    cells = forward_cells(
+        shapes or SHAPES,
+        dtypes or DTYPES,
+        cast("tuple[Buffers, ...]", buffers) or BUFFERS,
+        cast("tuple[Output, ...]", outputs) or OUTPUTS,
+    )
+    selected = bool(shapes or dtypes or buffers or outputs)
+    if calls and selected:
+        raise click.UsageError("--calls measures fixed cells; it takes no other selection")
+    if not selected:
+        cells = call_cells() + ([] if calls else cells)
+    if json_path not in (None, "-") and not Path(json_path).absolute().parent.is_dir():
+        raise click.BadParameter(f"{json_path!r}: its folder does not exist", param_hint="'--json'")
+    lost = _run(cells, quick, not no_compile, json_path, threads)
+    if check and lost:
+        raise SystemExit(1)
+
+
+def _run(
+    cells: list[Cell], quick: bool, compiled: bool, json_path: str | None, threads: int | None
+) -> bool:
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from rmsnorm.bench import report
+    from rmsnorm.bench.limit import last_level_cache_bytes, rotating_bytes
+    from rmsnorm.bench.peers import Compiler
+    from rmsnorm.bench.run import FULL, QUICK, Bench, WrongResultError, run
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    policy = QUICK if quick else FULL
+    cache = last_level_cache_bytes()
+    rotating = rotating_bytes(cache)
+    compiler = Compiler(compiled)
+    machine = report.machine(cache, rotating)
+
+    errors = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    ) as progress:
+        task = progress.add_task("starting", total=len(cells))
+        timer = Bench(
+            policy,
+            compiler,
+            cache=cache,
+            rotating=rotating,
+            say=lambda text: progress.update(task, description=text),
+        )
+        try:
+            results = run(cells, timer.time_cell, policy, lambda result: progress.advance(task))
+        except WrongResultError as error:
+            raise click.ClickException(str(error)) from None
+
+    if json_path is not None:
+        settings = {"quick": quick, "compile": compiled and compiler.failure is None}
+        text = json.dumps(report.to_dict(results, machine, settings), indent=2)
+        if json_path == "-":
+            click.echo(text)
+        else:
+            Path(json_path).write_text(text + "\n")
+    if json_path != "-":
+        # Off a terminal the width is the table's: a wrapped row cannot be searched.
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(
+            f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+            f"kernels: {machine['isa'] or 'none'}, rotating through {rotating >> 20} MiB",
+            highlight=False,
+        )
+        for title, columns, rows in (
+            ("one call through torch.ops", report.CALL_COLUMNS, report.call_rows(results)),
+            ("forward", report.FORWARD_COLUMNS, report.forward_rows(results)),
+        ):
+            if not rows:
+                continue
+            table = Table(title=title, title_justify="left")
+            for column in columns:
+                table.add_column(column, justify="right" if "/" in column else "left")
+            for row in rows:
+                table.add_row(*row, style="red" if "LOSES" in row[-1] else None)
+            console.print(table)
+        warning = report.load_warning(machine)
+        if warning is not None:
+            console.print(warning, highlight=False)
+        if compiler.failure is not None:
+            console.print(f"torch.compile is absent: {compiler.failure}", markup=False)
+        for line in report.summary(results):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return any(result.loses for result in results)
