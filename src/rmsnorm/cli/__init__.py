@@ -1,0 +1,1 @@
+"""The ``rmsnorm`` command: one file per subcommand, which parses and prints."""

@@ -1,0 +1,245 @@
+"""``rmsnorm inspect``: find, replace, prove and time the norms of a model."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rmsnorm.rewrite.inspect import Inspection
+
+# Genesis 1:1-3 in the King James version, which is in the public domain.
+GENESIS = (
+    "In the beginning God created the heaven and the earth. And the earth was without form, and "
+    "void; and darkness was upon the face of the deep. And the Spirit of God moved upon the face "
+    "of the waters. And God said, Let there be light: and there was light."
+)
+
+Say = Callable[[str], None]
+
+
+@click.command()
+@click.argument("model", default="smollm2")
+@click.option(
+    "--dtype",
+    "dtypes",
+    default="float32",
+    show_default=True,
+    help="Dtypes of the weights, separated by commas.",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A text file to run through the model instead of Genesis 1:1-3.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Use at most this many tokens of the text.",
+)
+@click.option("--speed/--no-speed", default=True, help="Whether to time norms and forward passes.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads for torch; default: its own.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+def inspect(
+    model: str,
+    dtypes: str,
+    text: Path | None,
+    tokens: int,
+    speed: bool,
+    threads: int | None,
+    as_json: bool,
+) -> int:
+    """Find, replace, prove and time the norms of MODEL.
+
+    MODEL is a Hugging Face folder, a GGUF file, or the name of an installed model: smollm2 (the
+    default) or gemma3. Each norm's convention is found by how it behaves. The norms are replaced in
+    a copy, and the copy's logits are compared with the model's: the command exits with 1 unless
+    they are identical, bit for bit, in prefill and in decoding with a key-value cache.
+    """
+    from rmsnorm.models.load import DTYPES, ModelError
+
+    names = [name.strip() for name in dtypes.split(",")]
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown:
+        raise click.ClickException(
+            f"--dtype has {unknown[0]!r}; expected some of {', '.join(DTYPES)}, separated by commas"
+        )
+    try:
+        words = GENESIS if text is None else text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"--text {text} cannot be read: {error}") from None
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    found = []
+    for name in names:
+        try:
+            with _progress() as say:
+                inspection = _inspect(model, name, words, tokens, speed, threads, say)
+        except ModelError as error:
+            raise click.ClickException(str(error)) from None
+        found.append(inspection)
+        if not as_json:
+            _print(console, model, inspection, first=len(found) == 1)
+            sys.stdout.flush()  # the next dtype takes a while
+    proven = all(inspection.proof.holds for inspection in found)
+    if as_json:
+        document = {
+            "model": model,
+            "proven": proven,
+            "environment": _environment(),
+            "inspections": [inspection.to_dict() for inspection in found],
+        }
+        print(json.dumps(document, indent=2))
+    return 0 if proven else 1
+
+
+def _inspect(
+    model: str,
+    dtype: str,
+    text: str,
+    tokens: int,
+    speed: bool,
+    threads: int | None,
+    say: Say,
+) -> Inspection:
+    say("loading PyTorch")
+    import torch
+
+    from rmsnorm.models.load import load_model
+    from rmsnorm.rewrite.inspect import inspect_model
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded, tokenizer = load_model(model, dtype, say=say)
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        count = min(tokens, 58)  # as many as Genesis 1:1-3 has
+        vocabulary = loaded.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(vocabulary, (1, count), generator=generator)
+        click.echo("note: the model has no tokenizer, so its tokens are random", err=True)
+    else:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]
+    if ids.shape[1] < 2:
+        raise click.ClickException("the text has fewer than 2 tokens")
+    return inspect_model(loaded, ids, seconds=10.0 if speed else 0.0, say=say)
+
+
+@contextmanager
+def _progress() -> Iterator[Say]:
+    """Shows what is being done, on a terminal; elsewhere nothing."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield lambda words: status.update(words)
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+
+    import rmsnorm
+
+    return {
+        "rmsnorm": rmsnorm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_isa": rmsnorm.cpu_isa(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _print(console: Console, model: str, inspection: Inspection, first: bool) -> None:
+    if first:
+        env = _environment()
+        kernels = f"{env['cpu_isa']} kernels" if env["cpu_isa"] else "without kernels"
+        threads = f"{env['threads']} thread" + ("s" if env["threads"] > 1 else "")
+        console.print(
+            f"[bold]{escape(model)}[/], torch {env['torch']}, {kernels}, {threads}",
+            highlight=False,
+        )
+    console.print(
+        f"\n[bold]{inspection.dtype}[/]: {inspection.swapped} of {inspection.norms} norms replaced",
+        highlight=False,
+    )
+    tables = [_norms_table(inspection), _proof_table(inspection)]
+    if inspection.timings:
+        tables.append(_times_table(inspection))
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+
+
+def _norms_table(inspection: Inspection) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("norms", "class", "convention", "eps", "shape"):
+        table.add_column(name, overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("result")
+    for group in inspection.groups:
+        if not group.swapped:
+            result = f"left: {group.reason}"
+        elif group.bit_identical:
+            result = "replaced, bit for bit"
+        else:
+            result = "replaced, last bits differ"
+        cells = (
+            group.pattern,
+            group.cls,
+            group.convention or "-",
+            "-" if not group.convention else "machine" if group.eps is None else f"{group.eps:.6g}",
+            "x".join(map(str, group.shape)) or "-",
+            str(group.count),
+            result,
+        )
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _proof_table(inspection: Inspection) -> Table:
+    proof = inspection.proof
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("logits, against the model as it was")
+    table.add_column("tokens", justify="right")
+    table.add_column("result")
+    for what, tokens, identical in (
+        ("prefill", proof.prefill_tokens, proof.prefill_identical),
+        ("decoding with a key-value cache", proof.decode_tokens, proof.decode_identical),
+    ):
+        off = f"[red]different, by up to {proof.max_abs_diff:.3g}[/]"
+        table.add_row(what, str(tokens), "[green]identical, bit for bit[/]" if identical else off)
+    wrong = f"off by up to {proof.wrong_max_abs_diff:.3g}"
+    if inspection.dtype in ("float32", "float64"):
+        wrong += " (only half types tell the conventions apart)"
+    table.add_row("prefill with the wrong convention", str(proof.prefill_tokens), wrong)
+    return table
+
+
+def _times_table(inspection: Inspection) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("median time, ms")
+    for name in ("before", "after", "ratio", "rounds"):
+        table.add_column(name, justify="right")
+    for timing in inspection.timings:
+        table.add_row(
+            timing.what,
+            f"{timing.before * 1e3:.2f}",
+            f"{timing.after * 1e3:.2f}",
+            f"{timing.before / timing.after:.2f}x",
+            str(timing.rounds),
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Loading real models from local files and installed packages."""

@@ -1,0 +1,322 @@
+"""Finds every norm of a language model, replaces them in a copy, and compares the copy with it.
+
+The copy shares the weights, so a model is compared with itself: the same tokens go through both, in
+one pass (prefill) and one at a time behind a key-value cache (decoding), and the logits must be the
+same bits. What a wrong convention would have changed is measured beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmsnorm.ops.route import rms_norm
+from rmsnorm.rewrite.patch import Entry, patch, spec_name
+from rmsnorm.spec import NormSpec, Rounding
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class NormGroup:
+    """Norms that differ only in the number of their layer."""
+
+    pattern: str
+    """Their names, with ``*`` for the numbers."""
+    cls: str
+    convention: str
+    """The named spec, or what parts it from the nearest one."""
+    eps: float | None
+    shape: tuple[int, ...]
+    count: int
+    swapped: bool
+    reason: str
+    """Why they were left; empty if they were swapped."""
+    bit_identical: bool
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The patched model's logits against the unpatched model's."""
+
+    prefill_tokens: int
+    prefill_identical: bool
+    decode_tokens: int
+    decode_identical: bool
+    max_abs_diff: float
+    """The largest difference of a logit, prefill and decoding; 0.0 where both are identical."""
+    wrong_max_abs_diff: float
+    """The same for prefill, had every norm rounded on the other side of its weight."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether all logits are identical."""
+        return self.prefill_identical and self.decode_identical
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one piece of work, before and after, measured in turns."""
+
+    what: str
+    before: float
+    after: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect_model` found, for one dtype."""
+
+    dtype: str
+    groups: tuple[NormGroup, ...]
+    proof: Proof
+    timings: tuple[Timing, ...]
+
+    @property
+    def swapped(self) -> int:
+        """How many norms were replaced."""
+        return sum(group.count for group in self.groups if group.swapped)
+
+    @property
+    def norms(self) -> int:
+        """How many norms there are."""
+        return sum(group.count for group in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as plain lists, strings and numbers, for JSON."""
+        return {**asdict(self), "norms": self.norms, "swapped": self.swapped}
+
+
+def inspect_model(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    decode_tokens: int = 8,
+    seconds: float = 10.0,
+    say: Say | None = None,
+) -> Inspection:
+    """Identifies, patches, proves and times the norms of ``model``, which is left as it is.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        tokens: (1, n) int64, the token ids of a text, n >= 2.
+        decode_tokens: how many tokens at the end of the text are decoded one at a time.
+        seconds: about how long to measure times; 0 leaves them out.
+        say: called with a few words whenever a longer step begins.
+
+    Returns:
+        The norms in groups, the proof, and the medians of the times.
+
+    Raises:
+        ValueError: ``tokens`` is not one row of at least two tokens.
+    """
+    if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected (1, n) with n >= 2")
+    say = say or (lambda _: None)
+    say("finding the norms")
+    patched = _twin(model)
+    entries = patch(patched).entries
+    swapped = [entry for entry in entries if entry.swapped]
+    steps = min(decode_tokens, tokens.shape[1] - 1)
+    with torch.inference_mode():
+        say("comparing the logits")
+        expected = _prefill(model, tokens), _decode(model, tokens, steps)
+        actual = _prefill(patched, tokens), _decode(patched, tokens, steps)
+        say("trying the wrong convention")
+        wrong = _prefill(_wrong(model, swapped), tokens)
+        proof = Proof(
+            prefill_tokens=tokens.shape[1],
+            prefill_identical=torch.equal(expected[0], actual[0]),
+            decode_tokens=steps,
+            decode_identical=torch.equal(expected[1], actual[1]),
+            max_abs_diff=max(map(_max_abs_diff, expected, actual)),
+            wrong_max_abs_diff=_max_abs_diff(expected[0], wrong),
+        )
+        timings: tuple[Timing, ...] = ()
+        if seconds > 0 and swapped:
+            say("timing")
+            names = [entry.name for entry in swapped]
+            timings = _time(model, patched, names, tokens, steps, seconds)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return Inspection(dtype, _group(entries), proof, timings)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` that shares its parameters and buffers."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def _prefill(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of all tokens in one pass: (1, n, vocabulary)."""
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def _decode(model: nn.Module, tokens: Tensor, steps: int) -> Tensor:
+    """The logits of the last ``steps`` tokens, each fed alone behind a cache of those before it:
+    (1, steps, vocabulary)."""
+    cache = _cache(model, tokens, steps)
+    return torch.cat([_step(model, token, cache) for token in tokens[:, -steps:].split(1, 1)], 1)
+
+
+def _cache(model: nn.Module, tokens: Tensor, steps: int) -> Any:
+    output = model(input_ids=tokens[:, :-steps], use_cache=True)
+    return output.cache if "cache" in output else output.past_key_values
+
+
+def _step(model: nn.Module, token: Tensor, cache: Any) -> Tensor:
+    # The argument's name until transformers 5.24, and since.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    logits: Tensor = model(input_ids=token, use_cache=True, **{name: cache}).logits
+    return logits
+
+
+def _max_abs_diff(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def _wrong(model: nn.Module, entries: Sequence[Entry]) -> nn.Module:
+    """A twin of ``model`` whose norms round on the other side of the weight: xhat before it where
+    the convention is to round the product only, and the reverse."""
+    twin = _twin(model)
+    for entry in entries:
+        module = twin.get_submodule(entry.name)
+        spec = entry.spec
+        assert spec is not None  # it was swapped
+        other: Rounding = "before_weight" if spec.rounding == "after_weight" else "after_weight"
+        tensors = {name: getattr(module, name) for name in entry.tensors}
+        if entry.shape is not None:
+            tensors = {name: tensor.reshape(entry.shape) for name, tensor in tensors.items()}
+        bias = tensors.pop("bias", None)
+        module.register_forward_hook(
+            functools.partial(
+                _recompute,
+                weight=next(iter(tensors.values()), None),
+                bias=bias,
+                eps=entry.eps,
+                spec=replace(spec, rounding=other),
+            ),
+            with_kwargs=True,
+        )
+    return twin
+
+
+def _recompute(
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+    *,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+) -> Tensor:
+    """A forward hook: the norm of the module's input under ``spec``, in the dtype of its output."""
+    x = args[0] if args else next(iter(kwargs.values()))
+    return rms_norm(x, weight, eps, spec=spec, bias=bias).to(output.dtype)
+
+
+def _time(
+    before: nn.Module,
+    after: nn.Module,
+    names: Sequence[str],
+    tokens: Tensor,
+    steps: int,
+    seconds: float,
+) -> tuple[Timing, ...]:
+    """Times the norms alone, on the inputs that they get, and whole forward passes, in turns."""
+    last = tokens[:, -1:]
+    caches = {model: _cache(model, tokens, 1) for model in (before, after)}
+    inputs = {
+        "prefill": _inputs(before, names, lambda: _prefill(before, tokens)),
+        "decoding": _inputs(
+            before, names, lambda: _step(before, last, copy.deepcopy(caches[before]))
+        ),
+    }
+
+    def norms(model: nn.Module, stage: str) -> Callable[[], object]:
+        modules = [model.get_submodule(name) for name in names]
+        given = inputs[stage]
+        pairs = [(module, given[name]) for module, name in zip(modules, names, strict=True)]
+        return lambda: [module(x) for module, xs in pairs for x in xs]
+
+    def forward(model: nn.Module, stage: str) -> Callable[[], object]:
+        if stage == "prefill":
+            return lambda: _prefill(model, tokens)
+        cache = copy.deepcopy(caches[model])
+        return lambda: _step(model, last, cache)
+
+    works = [
+        (f"{kind}, {stage}", make, stage)
+        for kind, make in (("norms", norms), ("forward", forward))
+        for stage in inputs
+    ]
+    timings = []
+    for what, make, stage in works:
+        taken: tuple[list[float], list[float]] = ([], [])
+        end = time.perf_counter() + seconds / len(works)
+        while len(taken[0]) < 3 or (time.perf_counter() < end and len(taken[0]) < 100):
+            # The side that goes first alternates, and decoding gets a fresh cache, which it grows.
+            sides = list(zip((before, after), taken, strict=True))
+            for model, times in sides if len(taken[0]) % 2 else reversed(sides):
+                work = make(model, stage)
+                start = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - start)
+        old, new = map(statistics.median, taken)
+        timings.append(Timing(what, old, new, rounds=len(taken[0])))
+    return tuple(timings)
+
+
+def _inputs(
+    model: nn.Module, names: Sequence[str], run: Callable[[], object]
+) -> dict[str, list[Tensor]]:
+    """What each named module is given while ``run`` runs ``model``."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[name].append((args[0] if args else next(iter(kwargs.values()))).detach())
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: keep(name, args, kwargs), with_kwargs=True
+        )
+        for name in names
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _group(entries: Sequence[Entry]) -> tuple[NormGroup, ...]:
+    groups: dict[NormGroup, int] = {}
+    for entry in entries:
+        group = NormGroup(
+            pattern=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.name),
+            cls=entry.cls,
+            convention="" if entry.spec is None else spec_name(entry.spec),
+            eps=entry.eps,
+            shape=tuple(entry.shape or ()),
+            count=0,
+            swapped=entry.swapped,
+            reason="" if entry.swapped else entry.reason,
+            bit_identical=bool(entry.bit_identical),
+        )
+        groups[group] = groups.get(group, 0) + 1
+    return tuple(replace(group, count=count) for group, count in groups.items())
