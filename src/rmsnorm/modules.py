@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -35,7 +36,8 @@ class RMSNorm(nn.Module):
     The weight starts at 1, or at 0 for a zero-centred spec (offset 1).
 
     Raises:
-        ValueError: an empty or negative shape, a bad eps, an unknown spec, a spec with a gate.
+        ValueError: an empty or negative shape, a bad eps, an unknown spec, a spec with a gate or
+            with groups that do not divide the shape.
         TypeError: a shape that is not made of ints.
 
     Example:
@@ -72,6 +74,7 @@ class RMSNorm(nn.Module):
             raise ValueError(
                 f"{self.spec} has a gate, but RMSNorm takes one input; use a spec without a gate"
             )
+        self.spec.width(math.prod(self.normalized_shape))  # refuses groups that do not fit
         if elementwise_affine:
             weight = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             if not weight.is_floating_point():

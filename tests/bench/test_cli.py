@@ -36,7 +36,7 @@ def test_check_exits_1_where_a_cell_loses(stub_timer, ours, arguments, code):
 
 def test_only_the_calls(stub_timer):
     result = CliRunner().invoke(bench, ["--calls"])
-    assert "4 of 4 cells hold" in result.output
+    assert "2 of 2 cells hold" in result.output
 
 
 def test_a_wrong_result_is_one_error(monkeypatch):

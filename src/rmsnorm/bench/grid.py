@@ -37,7 +37,7 @@ OUTPUTS: tuple[Output, ...] = ("fresh", "given")
 # compared with peers that compute the same function.
 SPECS: tuple[str, ...] = ("torch", "llama")
 
-CALL_SHAPES: tuple[tuple[int, int], ...] = ((1, 576), (1, 4096))
+CALL_SHAPES: tuple[tuple[int, int], ...] = ((1, 4096),)
 CALL_LIMIT = 1.9
 COPY_SHAPE = (4096, 4096)
 COPY_LIMIT = 1.3
@@ -131,7 +131,7 @@ def call_cells() -> list[Cell]:
 
     Example:
         >>> [str(cell) for cell in call_cells()][0]
-        '1x576 bfloat16 call inference'
+        '1x4096 bfloat16 call inference'
     """
     modes: tuple[GradMode, ...] = ("inference", "no_grad")
     return [

@@ -19,12 +19,13 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library("rmsnorm", "DEF")
 _library.define(
-    "rms_norm(Tensor x, Tensor? weight, Tensor? bias, float? eps, str spec, int ndim=1) -> Tensor",
+    "rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float? eps=None, str spec='', "
+    "int ndim=1) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "rms_norm.out(Tensor x, Tensor? weight, Tensor? bias, float? eps, str spec, int ndim=1, *, "
-    "Tensor(a!) out) -> Tensor(a!)",
+    "rms_norm.out(Tensor x, Tensor? weight=None, Tensor? bias=None, float? eps=None, str spec='', "
+    "int ndim=1, *, Tensor(a!) out) -> Tensor(a!)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -32,10 +33,10 @@ _library.define(
 @torch.library.register_fake("rmsnorm::rms_norm", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    spec: str,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
     ndim: int = 1,
 ) -> Tensor:
     _check_tensors(x, weight, bias, ndim)
@@ -48,10 +49,10 @@ def _fake(
 )
 def _fake_out(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    spec: str,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
     ndim: int = 1,
     *,
     out: Tensor,
@@ -62,10 +63,10 @@ def _fake_out(
 
 def _composite(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    spec: str,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
     ndim: int = 1,
 ) -> Tensor:
     check(x, weight, bias, eps, NormSpec.decode(spec), ndim)
@@ -74,10 +75,10 @@ def _composite(
 
 def _composite_out(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    spec: str,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
     ndim: int = 1,
     *,
     out: Tensor,

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 from collections.abc import Sequence
