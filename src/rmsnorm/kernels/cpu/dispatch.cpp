@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <string_view>
 
 namespace rmsnorm {
 namespace {
@@ -27,8 +28,7 @@ struct Choice {
   std::string error;
 };
 
-const Kernels* usable(const char* isa) {
-  const std::string name = isa;
+const Kernels* usable(std::string_view name) {
   if (name == "avx512") {
     if (has_avx512_bf16() && avx512_bf16_kernels()) return avx512_bf16_kernels();
     return has_avx512() ? avx512_kernels() : nullptr;

@@ -11,6 +11,8 @@
 // narrow one part of one: the additions of each lane are the same, in the same order.
 #pragma once
 
+#include <cfloat>
+
 #include "vec/scalar.h"
 
 #if defined(__x86_64__)
@@ -180,12 +182,12 @@ T inverse_rms(const ForwardCall& call, T sum) {
 class KeepSubnormals {
  public:
 #if defined(__x86_64__)
-  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
+  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~(kFlushToZero | kZeroInputs)); }
   ~KeepSubnormals() { _mm_setcsr(saved_); }
 #elif defined(__aarch64__)
   KeepSubnormals() {
     asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~(std::uint64_t{1} << 24)));
+    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~kFlushToZero));
   }
   ~KeepSubnormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
 #else
@@ -196,8 +198,11 @@ class KeepSubnormals {
 
  private:
 #if defined(__x86_64__)
+  static constexpr unsigned kFlushToZero = 0x8000;  // FTZ: subnormal results
+  static constexpr unsigned kZeroInputs = 0x0040;   // DAZ: subnormal operands
   unsigned saved_;
 #elif defined(__aarch64__)
+  static constexpr std::uint64_t kFlushToZero = std::uint64_t{1} << 24;  // FZ: both
   std::uint64_t saved_ = 0;
 #endif
 };
@@ -219,7 +224,7 @@ bool out_of_range(const ForwardCall& call, T sum) {
 
 // A row out of range, in double: x * 2^exponent squares without leaving double's range.
 struct RescaledRow {
-  bool valid = false;  // false: the row is zero or not finite, and the formula holds as it is
+  bool valid = false;  // false: the row is not finite, or 0/0, and the formula holds as it is
   int exponent = 0;
   double rstd = 0.0;  // of the scaled row
 };
@@ -230,10 +235,10 @@ RescaledRow rescale(const ForwardCall& call, const Reader& row, std::int64_t wid
   double largest = 0.0;
   for (std::int64_t i = 0; i < width; ++i) {
     const double magnitude = __builtin_fabs(static_cast<double>(row.at(i)));
-    if (!(magnitude <= 1.7976931348623157e308)) return result;
+    if (!(magnitude <= DBL_MAX)) return result;  // inf or nan
     if (magnitude > largest) largest = magnitude;
   }
-  if (largest == 0.0) return result;
+  if (largest == 0.0 && call.eps == 0.0) return result;
   result.valid = true;
   if constexpr (sizeof(T) == 8) {  // floats square within double's range as they are
     const double floor = call.eps_in == EpsIn::mean_square ? square_root(call.eps) : call.eps;
@@ -320,9 +325,10 @@ void round_in_place(DType type, M* values, std::int64_t count) {
 }
 
 // Everything after xhat, for any mix of types: `count` elements from column `column` of row `row`.
+// Never inlined: its many loops, once for each kind of reader, would be most of the library.
 template <class M, class T>
-void finish_chunk(const ForwardCall& call, const T* xhat, std::int64_t count, std::int64_t column,
-                  std::int64_t row) {
+[[gnu::noinline]] void finish_chunk(const ForwardCall& call, const T* xhat, std::int64_t count,
+                                    std::int64_t column, std::int64_t row) {
   M values[kChunk];
   M operand[kChunk];
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<M>(xhat[i]);
@@ -536,10 +542,9 @@ void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end)
   const std::int64_t fitting = kBlockBytes / (part * static_cast<std::int64_t>(sizeof(X)) + 1);
   const int block_size = static_cast<int>(fitting < 1 ? 1 : fitting > kBlock ? kBlock : fitting);
 
-  const std::size_t weight_size = call.weight_type == DType::f64   ? 8
-                                  : call.weight_type == DType::f32 ? 4
-                                                                   : 2;
-  const std::size_t y_size = call.y_type == DType::f64 ? 8 : call.y_type == DType::f32 ? 4 : 2;
+  // 0 without a weight: nothing else may be added to a null pointer.
+  const std::int64_t weight_size = call.weight ? element_size(call.weight_type) : 0;
+  const std::int64_t y_size = element_size(call.y_type);
 
   RowCursor cursor(call.outer, begin);
   std::int64_t row = begin;
@@ -635,8 +640,8 @@ void prepare(const W* weight, std::int64_t count, double offset, To* result) {
   constexpr int kLanes = Vec::kLanes;
   const T shift = static_cast<T>(offset);
   std::int64_t i = 0;
-  if constexpr (std::is_same_v<To, T> && !(std::is_same_v<W, double> && sizeof(T) == 4) &&
-                !(sizeof(W) < 8 && sizeof(T) == 8)) {
+  // The vector loads read what widens to T: doubles as doubles, everything else as floats.
+  if constexpr (std::is_same_v<To, T> && std::is_same_v<W, double> == std::is_same_v<T, double>) {
     // Adding zero would lose the sign of a weight of -0.
     const typename Vec::Reg shifts = Vec::set1(shift);
     const auto load = [&](std::int64_t j) {
@@ -648,8 +653,8 @@ void prepare(const W* weight, std::int64_t count, double offset, To* result) {
     }
   }
   for (; i < count; ++i) {
-    const T value = narrow<T>(widen(weight[i]));
-    result[i] = offset == 0.0 ? narrow<To>(widen(weight[i])) : narrow<To>(value + shift);
+    const auto value = widen(weight[i]);
+    result[i] = offset == 0.0 ? narrow<To>(value) : narrow<To>(narrow<T>(value) + shift);
   }
 }
 

@@ -94,7 +94,8 @@ struct Hash {
 }  // namespace
 
 const Spec& parse_spec(std::string_view text) {
-  // Per thread, so that no lock is needed; entries are never dropped while a call may hold one.
+  // Per thread, so that no lock is needed, and entries are dropped only when a later call of the
+  // same thread makes a new one: a reference stays valid for the call that asked for it.
   thread_local std::unordered_map<std::string, Spec, Hash, std::equal_to<>> cache;
   const auto found = cache.find(text);
   if (found != cache.end()) return found->second;

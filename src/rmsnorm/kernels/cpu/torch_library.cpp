@@ -36,8 +36,6 @@ struct DeleteTensor {
 };
 using Owned = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
-std::int64_t size_of(DType type) { return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2; }
-
 std::int32_t torch_dtype(DType type) {
   switch (type) {
     case DType::f32:
@@ -129,7 +127,7 @@ struct View {
       const std::int64_t reach = (size[dim] - 1) * stride[dim];
       (reach < 0 ? low : high) += reach;
     }
-    return {data + low * size_of(type), data + high * size_of(type)};
+    return {data + low * element_size(type), data + high * element_size(type)};
   }
 };
 
@@ -197,7 +195,7 @@ class Parameter {
   const void* widened(const Kernels& isa, std::int64_t count, double offset, DType compute,
                       DType to) {
     // 64-byte blocks: aligned for every instruction set.
-    const auto blocks = static_cast<std::size_t>((count * size_of(to) + 63) / 64);
+    const auto blocks = static_cast<std::size_t>((count * element_size(to) + 63) / 64);
     widened_ = std::make_unique_for_overwrite<Block[]>(blocks);
     void* target = widened_.get();
     isa.prepare_weight(view_.type, as_is(), count, offset, compute, to, target);
@@ -264,15 +262,16 @@ void choose_types(const Spec& spec, DType x_type, const DType* weight_type, Forw
     call.y_type = *weight_type;
   }
   call.mid = DType::f64;
-  if (spec.rounding == Rounding::before_weight && size_of(x_type) == 2) {
+  if (spec.rounding == Rounding::before_weight && element_size(x_type) == 2) {
     call.mid = x_type;
-  } else if (spec.rounding == Rounding::weight_dtype && weight_type && size_of(*weight_type) == 2) {
+  } else if (spec.rounding == Rounding::weight_dtype && weight_type &&
+             element_size(*weight_type) == 2) {
     call.mid = *weight_type;
   }
   const bool wide_weight = weight_type && *weight_type == DType::f64 && spec.offset == 0.0;
   const bool wide_xhat = spec.rounding == Rounding::before_weight && x_type == DType::f64;
   call.multiply = keeps_double || wide_weight || wide_xhat ? DType::f64 : DType::f32;
-  call.bias_after_round = weight_type && spec.rounding != Rounding::after_weight;
+  call.bias_after_round = spec.rounding != Rounding::after_weight;
 }
 
 struct Arguments {
@@ -315,6 +314,7 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
   call.eps = arguments.eps ? *arguments.eps : spec.has_eps ? spec.eps : machine_eps;
   STD_TORCH_CHECK(call.eps >= 0.0 && std::isfinite(call.eps), "rms_norm: eps is ", call.eps,
                   "; expected a finite number of at least 0");
+  if (call.compute == DType::f32) call.eps = static_cast<float>(call.eps);
 
   Owned result;
   std::optional<View> out;
@@ -347,7 +347,7 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
   } else {
     void* data = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(result.get(), &data));
-    advise_huge_pages(data, rows * call.d * size_of(call.y_type));
+    advise_huge_pages(data, rows * call.d * element_size(call.y_type));
     call.y = data;
   }
 
@@ -366,8 +366,8 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
   }
   if (bias) call.bias = bias->widened(*isa, call.d, 0.0, call.compute, call.multiply);
 
-  const std::int64_t part_bytes = call.d / call.groups * size_of(call.y_type);
-  call.stream = rows * call.d * size_of(call.y_type) >= kStreamBytes && part_bytes % 64 == 0 &&
+  const std::int64_t part_bytes = call.d / call.groups * element_size(call.y_type);
+  call.stream = rows * call.d * element_size(call.y_type) >= kStreamBytes && part_bytes % 64 == 0 &&
                 reinterpret_cast<std::uintptr_t>(call.y) % 64 == 0;
 
   const std::int64_t grain = (kGrainElements + call.d - 1) / call.d;

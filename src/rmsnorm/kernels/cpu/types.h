@@ -16,6 +16,11 @@ struct f16 {
 
 enum class DType : std::uint8_t { f32, f64, bf16, f16 };
 
+// Bytes. Of internal linkage, because files with different instruction flags include it.
+static constexpr std::int64_t element_size(DType type) {
+  return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2;
+}
+
 enum class EpsIn : std::uint8_t { mean_square, root, clamp };
 
 constexpr int kMaxRank = 64;
@@ -50,7 +55,7 @@ struct ForwardCall {
   bool divide = true;             // mean of the squares, not their sum
   bool bias_after_round = false;  // the product is rounded to y's type before the bias is added
   bool stream = false;            // non-temporal stores: y is larger than the cache
-  double eps = 0.0;
+  double eps = 0.0;               // a value of `compute`
 };
 
 // What one instruction set provides.
