@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops import rms_norm as operation
+from rmsnorm.ops.route import as_shape
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
 
 
@@ -114,13 +114,7 @@ class RMSNorm(nn.Module):
 
 
 def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
-    try:
-        shape = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        raise TypeError(
-            f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints"
-        ) from None
+    shape = as_shape(normalized_shape)
     if not shape or any(size < 0 for size in shape):
         raise ValueError(
             f"normalized_shape is {normalized_shape!r}; expected at least one size, none negative"

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rmsnorm.spec import NormSpec, as_spec, check_eps
 
@@ -123,21 +123,22 @@ def rms_norm_backward(
     convention, e = _convention(spec, eps)
     rows, dy_rows = _rows("x", x), _rows("dy", dy)
     d = len(rows[0]) if rows else 0
-    if _shape(dy) != _shape(x):
-        raise ValueError(f"dy has shape {_shape(dy)} and x {_shape(x)}; expected the same")
+    if shape_of(dy) != shape_of(x):
+        raise ValueError(f"dy has shape {shape_of(dy)} and x {shape_of(x)}; expected the same")
     w = _vector("weight", weight, d)
     dx, dw, db = [], [], []
     for row, dy_row in zip(rows, dy_rows, strict=True):
-        xhat, slopes = _normalise(row, convention, e)
+        xhat, groups = _normalise(row, convention, e)
         u = dy_row
         if w is not None:
             u = [v * (g + convention.offset) for v, g in zip(dy_row, w, strict=True)]
         dx_row: list[float] = []
-        for start, end, counted, direct, through_norm in slopes:
-            pull = through_norm * _sum(u[i] * xhat[i] for i in range(start, end))
+        for group in groups:
+            indices = range(group.start, group.end)
+            pull = group.through_norm * _sum(u[i] * xhat[i] for i in indices)
             dx_row += [
-                direct * (u[j] - xhat[j] * pull) if j < counted else direct * u[j]
-                for j in range(start, end)
+                group.direct * (u[j] - xhat[j] * pull if j < group.counted else u[j])
+                for j in indices
             ]
         dx.append(dx_row)
         dw.append([v * h for v, h in zip(dy_row, xhat, strict=True)])
@@ -146,18 +147,26 @@ def rms_norm_backward(
     return _nested_as(x, dx), dweight, [_sum(row[i] for row in db) for i in range(d)]
 
 
-# Of one group: where it starts and ends in the row, where the elements that its norm is taken over
-# end, c/D, and k/c^2.
-_Slopes = tuple[int, int, int, float, float]
+class _Group(NamedTuple):
+    """What the backward needs to know of one group: the elements [start, end) of its row."""
+
+    start: int
+    end: int
+    counted: int
+    """Where the elements end that the norm is taken over."""
+    direct: float
+    """c/D: how dy reaches dx directly."""
+    through_norm: float
+    """k/c^2: the factor of what reaches it through the norm."""
 
 
-def _normalise(row: list[float], spec: NormSpec, eps: float) -> tuple[list[float], list[_Slopes]]:
-    """xhat of one row, and what the backward needs to know of each group."""
+def _normalise(row: list[float], spec: NormSpec, eps: float) -> tuple[list[float], list[_Group]]:
+    """xhat of one row, and its groups."""
     n = spec.width(len(row))
     c = 1.0 if spec.reduce == "sum" else math.sqrt(n)
     size = len(row) // spec.groups
     xhat: list[float] = []
-    slopes: list[_Slopes] = []
+    groups: list[_Group] = []
     for start in range(0, len(row), size or 1):
         norm = _norm(row[start : start + n])
         k = 1.0
@@ -170,8 +179,16 @@ def _normalise(row: list[float], spec: NormSpec, eps: float) -> tuple[list[float
             big_d = max(norm, eps)
             k = 1.0 if norm >= eps else 0.0
         xhat += [c * _divide(v, big_d) for v in row[start : start + size]]
-        slopes.append((start, start + size, start + n, _divide(c, big_d), k / (c * c)))
-    return xhat, slopes
+        groups.append(
+            _Group(
+                start,
+                end=start + size,
+                counted=start + n,
+                direct=_divide(c, big_d),
+                through_norm=k / (c * c),
+            )
+        )
+    return xhat, groups
 
 
 def _norm(values: list[float]) -> float:
@@ -204,8 +221,13 @@ def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _shape(x: Any) -> tuple[int, ...]:
-    """The lengths along the first element of each level."""
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of nested lists: the lengths along the first element of each level.
+
+    Example:
+        >>> shape_of([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), shape_of(1.0)
+        ((2, 3), ())
+    """
     shape: list[int] = []
     while _is_sequence(x):
         shape.append(len(x))
@@ -217,7 +239,7 @@ def _rows(name: str, x: Any) -> list[list[float]]:
     """All rows of ``x`` in order, each a list of floats."""
     if not _is_sequence(x):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a list of numbers or of rows")
-    shape = _shape(x)
+    shape = shape_of(x)
     rows: list[list[float]] = []
 
     def collect(part: Any, depth: int) -> None:
@@ -263,4 +285,4 @@ def _nested_as(x: Sequence[Any], rows: list[list[float]]) -> list[Any]:
             return next(remaining)
         return [build(inner, depth - 1) for inner in part]
 
-    return build(x, len(_shape(x)))
+    return build(x, len(shape_of(x)))

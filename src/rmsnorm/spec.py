@@ -134,7 +134,7 @@ class NormSpec:
             raise ValueError(f"a row of {d} elements cannot be cut into {self.groups} equal groups")
         if self.partial < 1.0:
             # 0.1 * 30 is 3.0000000000000004 in binary: nine decimals undo that.
-            return min(d, math.ceil(round(self.partial * d, 9)))
+            return min(d, max(1, math.ceil(round(self.partial * d, 9))))
         return d // self.groups
 
     def encode(self) -> str:
@@ -221,7 +221,7 @@ _FLOAT32_MULTIPLY = NormSpec(eps=1e-6, accumulate="float32", rounding="after_wei
 _NAMED: dict[str, NormSpec] = {
     # torch.nn.RMSNorm and F.rms_norm: one rounding, x's dtype, float64 kept.
     "torch": NormSpec(),
-    # LlamaRMSNorm, and with it Mistral, Qwen2, Qwen3, DeepSeek, Phi-3, GLM: the widest convention.
+    # LlamaRMSNorm, and with it Mistral, Qwen2, Qwen3, DeepSeek, Phi-3, GLM: the most common one.
     "llama": _LLAMA,
     # Olmo2RMSNorm, GptOssRMSNorm, HeliumRMSNorm, Gemma3nRMSNorm, minimind.
     "olmo2": _FLOAT32_MULTIPLY,

@@ -86,7 +86,7 @@ def _isa() -> str | None:
     try:
         from rmsnorm import cpu_isa
 
-        return str(cpu_isa())
+        return cpu_isa()
     except (ImportError, RuntimeError):
         return None
 

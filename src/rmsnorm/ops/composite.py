@@ -92,7 +92,8 @@ def rms_norm(
 
     batch = x.shape[: x.dim() - ndim]
     d = math.prod(x.shape[x.dim() - ndim :])
-    row = x.to(compute).contiguous().reshape(*batch, spec.groups, d // spec.groups)
+    parts = (d,) if spec.groups == 1 else (spec.groups, d // spec.groups)
+    row = x.to(compute).contiguous().reshape(*batch, *parts)
     xhat = _normalise(row, spec.width(d), eps, spec).reshape(*batch, d)
 
     weight_dtype = None if weight is None else weight.dtype
@@ -102,7 +103,7 @@ def rms_norm(
         xhat = xhat.to(weight_dtype)
 
     multiply = _multiply_dtype(x.dtype, weight_dtype, compute, spec)
-    out_dtype = _output_dtype(x.dtype, weight_dtype, spec)
+    out_dtype = output_dtype(x.dtype, weight_dtype, spec)
     y = xhat
     if weight is not None:
         scale = weight.reshape(d)
@@ -132,14 +133,21 @@ def _multiply_dtype(
     return torch.float64 if wide else torch.float32
 
 
-def _output_dtype(x: torch.dtype, weight: torch.dtype | None, spec: NormSpec) -> torch.dtype:
+def output_dtype(x: torch.dtype, weight: torch.dtype | None, spec: NormSpec) -> torch.dtype:
+    """The dtype of the result, as ``spec.output`` says.
+
+    Example:
+        >>> from rmsnorm.spec import specs
+        >>> output_dtype(torch.bfloat16, torch.float32, specs.llama)
+        torch.float32
+    """
     if weight is None or spec.output == "input":
         return x
     return torch.promote_types(x, weight) if spec.output == "promote" else weight
 
 
 def _normalise(row: Tensor, width: int, eps: float, spec: NormSpec) -> Tensor:
-    """xhat of ``row`` (..., groups, d / groups), in its own dtype."""
+    """xhat of ``row`` (..., d / groups), in its own dtype."""
     if width == 0:
         return row.clone()
     total = _sum_of_squares(row[..., :width])

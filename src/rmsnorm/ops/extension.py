@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import warnings
 from pathlib import Path
 
 _LIBRARY = Path(__file__).resolve().parent.parent / "_kernels.so"
-_state: list[ctypes.CDLL | None] = []
 
 
 def load() -> bool:
@@ -21,12 +21,11 @@ def load() -> bool:
         ImportError: ``RMSNORM_ISA`` names an instruction set that this machine lacks, or the
             library is there but cannot be loaded.
     """
-    if not _state:
-        _state.append(_load())
-    return _state[0] is not None
+    return _kernels() is not None
 
 
-def _load() -> ctypes.CDLL | None:
+@functools.cache
+def _kernels() -> ctypes.CDLL | None:
     if os.environ.get("RMSNORM_DISABLE_EXT", "") not in ("", "0"):
         return None
     if not _LIBRARY.exists():
@@ -35,7 +34,7 @@ def _load() -> ctypes.CDLL | None:
             "the same results, slower. Install a C++20 compiler and reinstall with "
             "`pip install --no-build-isolation rmsnorm` to have them.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         return None
     import torch  # noqa: F401  (the library needs torch's symbols)
@@ -67,9 +66,8 @@ def cpu_isa() -> str | None:
         >>> cpu_isa() in ("avx512", "avx2", "neon", "scalar", None)
         True
     """
-    if not load():
+    library = _kernels()
+    if library is None:
         return None
-    library = _state[0]
-    assert library is not None
     name: bytes = library.rmsnorm_cpu_isa()
     return name.decode()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm.ops import composite, extension
+from rmsnorm.ops.composite import output_dtype
 from rmsnorm.ops.select import needs_composite
 from rmsnorm.spec import NormSpec, check_eps
 
@@ -69,8 +70,9 @@ def _composite(
     spec: str = "",
     ndim: int = 1,
 ) -> Tensor:
-    check(x, weight, bias, eps, NormSpec.decode(spec), ndim)
-    return composite.rms_norm(x, weight, bias, eps, NormSpec.decode(spec), ndim)
+    decoded = NormSpec.decode(spec)
+    check(x, weight, bias, eps, decoded, ndim)
+    return composite.rms_norm(x, weight, bias, eps, decoded, ndim)
 
 
 def _composite_out(
@@ -95,19 +97,6 @@ HAS_KERNELS = extension.load()
 
 op = torch.ops.rmsnorm.rms_norm.default
 op_out = torch.ops.rmsnorm.rms_norm.out
-
-
-def output_dtype(x: torch.dtype, weight: torch.dtype | None, spec: NormSpec) -> torch.dtype:
-    """The dtype of the result, as ``spec.output`` says.
-
-    Example:
-        >>> from rmsnorm.spec import specs
-        >>> output_dtype(torch.bfloat16, torch.float32, specs.llama)
-        torch.float32
-    """
-    if weight is None or spec.output == "input":
-        return x
-    return torch.promote_types(x, weight) if spec.output == "promote" else weight
 
 
 def check(

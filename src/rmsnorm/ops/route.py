@@ -87,9 +87,11 @@ def rms_norm(
         otherwise.
 
     Raises:
-        ValueError: shapes that do not fit, a negative or infinite eps, an unknown spec.
+        ValueError: shapes that do not fit, a negative or infinite eps, an unknown spec or one with
+            a gate.
         TypeError: a dtype that is not float32, float64, bfloat16 or float16, or mixed containers.
-        RuntimeError: tensors on different devices.
+        RuntimeError: tensors on different devices, or ``out`` beside a tensor that requires a
+            gradient.
 
     Example:
         >>> import torch
@@ -99,6 +101,10 @@ def rms_norm(
         [0.848528..., 1.131370...]
     """
     resolved = as_spec(spec)
+    if resolved.gate is not None:
+        raise ValueError(
+            f"spec {spec!r} has a gate, but rms_norm takes no gate; use a spec without one"
+        )
     if isinstance(x, (list, tuple, int, float)):
         return _lists(x, weight, eps, resolved, normalized_shape, bias, out)
     operation = _operation()
@@ -109,34 +115,10 @@ def rms_norm(
         raise TypeError(f"x is a {type(x).__name__}; expected a tensor, an array or a list")
     ndim = 1
     if normalized_shape is not None:
-        ndim = operation.count_dimensions(x, _shape(normalized_shape))
+        ndim = operation.count_dimensions(x, as_shape(normalized_shape))
     elif weight is not None:
         ndim = getattr(weight, "ndim", 1) or 1
     return operation.forward(x, weight, bias, eps, resolved, ndim, out)
-
-
-def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    spec: NormSpec,
-    ndim: int = 1,
-) -> Tensor:
-    """:func:`rms_norm` for tensors, with every argument resolved: what modules call.
-
-    Args:
-        x: (..., *normalized_shape).
-        weight: (*normalized_shape), or ``None``.
-        bias: (*normalized_shape), or ``None``.
-        eps: ``None`` takes the spec's.
-        spec: the convention.
-        ndim: how many dimensions are normalised.
-
-    Raises: as :func:`rms_norm`.
-    """
-    result: Tensor = _operation().forward(x, weight, bias, eps, spec, ndim)
-    return result
 
 
 _imported: Any = None
@@ -153,7 +135,16 @@ def _operation() -> Any:
     return _imported
 
 
-def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """``normalized_shape`` as a tuple.
+
+    Raises:
+        TypeError: it is neither an int nor a sequence of ints.
+
+    Example:
+        >>> as_shape(8), as_shape([4, 8])
+        ((8,), (4, 8))
+    """
     try:
         if isinstance(normalized_shape, Sequence):
             return tuple(operator.index(size) for size in normalized_shape)
@@ -180,18 +171,16 @@ def _lists(
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and not isinstance(value, (list, tuple)):
             raise TypeError(f"x is a list but {name} is a {type(value).__name__}")
-    if normalized_shape is not None and len(_shape(normalized_shape)) != 1:
-        raise ValueError(
-            f"normalized_shape is {normalized_shape!r}; lists are normalised over the last "
-            "dimension only"
-        )
     if normalized_shape is not None:
-        row = x
-        while isinstance(row, (list, tuple)) and row and isinstance(row[0], (list, tuple)):
-            row = row[0]
-        if len(row) != _shape(normalized_shape)[0]:
+        shape, found = as_shape(normalized_shape), reference.shape_of(x)
+        if len(shape) != 1:
             raise ValueError(
-                f"normalized_shape is {normalized_shape!r}, but the rows of x have {len(row)} "
+                f"normalized_shape is {normalized_shape!r}; lists are normalised over the last "
+                "dimension only"
+            )
+        if found and found[-1:] != shape:
+            raise ValueError(
+                f"normalized_shape is {normalized_shape!r}, but the rows of x have {found[-1]} "
                 "elements"
             )
     return reference.rms_norm(x, weight, eps, spec=spec, bias=bias)

@@ -19,21 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.rewrite.probe import (
-    Hypothesis,
-    NotProvenError,
-    Probe,
-    Slot,
-    numel,
-    probing,
-)
+from rmsnorm.rewrite.probe import Hypothesis, NotProvenError, Probe, Slot, probing
 from rmsnorm.rewrite.prove import convention, gradients_agree
 from rmsnorm.spec import EpsIn, NormSpec, Reduce
 
 # float32 evaluates these probes to a few 2**-24; the nearest wrong answer is further than this.
 _EXACT = 2e-5
 _CLEAR = 1e-4
+# Of the rows of equal magnitude: so large that no eps shows beside them.
 _LARGE = 2.0**10
+# Of the rows that show eps: 2**-50 squared is below any eps in use, and still a normal float32.
 _SMALLEST_EXPONENT = 50
 _MACHINE_EPS = 2.0**-23
 # Widths to try on a module that has no tensor and no attribute to tell its width.
@@ -107,7 +102,7 @@ def _hypothesis(probe: Probe) -> Hypothesis:
         probe.put(tensors)
         asked = _Asked(probe, shape, generator)
         try:
-            asked.rows(torch.ones(2, 3, numel(shape)))
+            asked.rows(torch.ones(2, 3, math.prod(shape)))
         except NotProvenError as error:
             reason = error
             continue
@@ -130,7 +125,7 @@ def _shapes(probe: Probe) -> Iterator[tuple[int, ...]]:
                 integers.append((value,))
         candidates += [*integers, *((width,) for width in _USUAL_WIDTHS)]
     for shape in candidates:
-        if shape not in seen and numel(shape) > 0:
+        if shape not in seen and math.prod(shape) > 0:
             seen.add(shape)
             yield shape
 
@@ -141,7 +136,7 @@ class _Asked:
     def __init__(self, probe: Probe, shape: tuple[int, ...], generator: torch.Generator) -> None:
         self.probe = probe
         self.shape = shape
-        self.d = numel(shape)
+        self.d = math.prod(shape)
         self.generator = generator
         self._batched = True
 
@@ -416,7 +411,7 @@ def _numbers(module: nn.Module) -> Iterator[tuple[tuple[str, ...], float | None]
     """Every attribute that may carry eps: on the instance, on its class, on what it holds."""
     seen = set()
     for name, value in module.__dict__.items():
-        if name in ("training",):
+        if name == "training":
             continue
         seen.add(name)
         if _is_number(value):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops.route import rms_norm
-from rmsnorm.rewrite.patch import Entry, patch, spec_name
+from rmsnorm.rewrite.patch import Entry, name_pattern, patch, spec_name
+from rmsnorm.rewrite.probe import dtype_name
 from rmsnorm.spec import NormSpec, Rounding
 
 Say = Callable[[str], None]
@@ -148,7 +148,7 @@ def inspect_model(
             say("timing")
             names = [entry.name for entry in swapped]
             timings = _time(model, patched, names, tokens, steps, seconds)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_name(next(model.parameters()).dtype)
     return Inspection(dtype, _group(entries), proof, timings)
 
 
@@ -308,7 +308,7 @@ def _group(entries: Sequence[Entry]) -> tuple[NormGroup, ...]:
     groups: dict[NormGroup, int] = {}
     for entry in entries:
         group = NormGroup(
-            pattern=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.name),
+            pattern=name_pattern(entry.name),
             cls=entry.cls,
             convention="" if entry.spec is None else spec_name(entry.spec),
             eps=entry.eps,

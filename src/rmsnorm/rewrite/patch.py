@@ -13,33 +13,29 @@ import fnmatch
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rmsnorm.ops import rms_norm as operation
 from rmsnorm.rewrite.identify import examine
 from rmsnorm.rewrite.probe import (
+    MODULES_INSIDE,
     Hypothesis,
     NotProvenError,
     Probe,
     Slot,
+    dtype_name,
     fingerprint,
     holds_own_forward,
     original_class,
     probing,
     simple_attributes,
 )
-from rmsnorm.rewrite.prove import (
-    Pair,
-    common_pairs,
-    evaluate,
-    own_pair,
-    prove,
-    prove_own_weight,
-)
+from rmsnorm.rewrite.prove import Pair, common_pairs, own_pair, prove, prove_own_weight
 from rmsnorm.spec import NormSpec, specs
 
 Choice = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -84,7 +80,7 @@ class Entry:
             "encoded_spec": None if self.spec is None else self.spec.encode(),
             "eps": self.eps,
             "shape": None if self.shape is None else list(self.shape),
-            "dtype": None if self.dtype is None else _dtype_name(self.dtype),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
             "swapped": self.swapped,
             "reason": self.reason,
             "bit_identical": self.bit_identical,
@@ -100,7 +96,7 @@ class PatchReport:
         entries: one for each norm, in the model's order.
     """
 
-    entries: tuple[Entry, ...] = field(default=())
+    entries: tuple[Entry, ...] = ()
 
     @property
     def swapped(self) -> list[Entry]:
@@ -366,7 +362,7 @@ def _accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
                 operands = plan.operands(self, x)
                 if operands is not None:
                     weight, bias, eps = operands
-                    return evaluate(x, weight, bias, eps, plan.spec, plan.ndim)
+                    return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
         return original.forward(self, *args, **kwargs)
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
@@ -462,24 +458,31 @@ def _patch_one(
     except NotProvenError as error:
         _restore(module)
         named = "norm" in base.__name__.lower() or "norm" in name.rpartition(".")[2].lower()
-        if not (error.is_norm or (named and error.reason != "it has modules inside")):
+        if not (error.is_norm or (named and error.reason != MODULES_INSIDE)):
             return None
         spec = None if found is None else found.spec
-        shape = None if found is None else found.shape
-        eps = None if spec is None else spec.eps
-        return Entry(name, base.__name__, spec, eps, shape, dtype, False, error.reason, False)
-    tensors = tuple(slot.name for slot in (plan.weight, plan.bias) if slot is not None)
+        return Entry(
+            name,
+            cls=base.__name__,
+            spec=spec,
+            eps=None if spec is None else spec.eps,
+            shape=None if found is None else found.shape,
+            dtype=dtype,
+            swapped=False,
+            reason=error.reason,
+            bit_identical=False,
+        )
     return Entry(
         name,
-        base.__name__,
-        replace(plan.spec, eps=plan.eps),
-        plan.eps,
-        plan.shape,
-        dtype,
-        True,
-        "",
-        plan.bit_identical,
-        tensors,
+        cls=base.__name__,
+        spec=replace(plan.spec, eps=plan.eps),
+        eps=plan.eps,
+        shape=plan.shape,
+        dtype=dtype,
+        swapped=True,
+        reason="",
+        bit_identical=plan.bit_identical,
+        tensors=tuple(slot.name for slot in (plan.weight, plan.bias) if slot is not None),
     )
 
 
@@ -502,8 +505,8 @@ def _proven(
     Raises:
         NotProvenError: there is none.
     """
-    print_ = fingerprint(module)
-    key = None if print_ is None else (print_, required)
+    kind = fingerprint(module)
+    key = None if kind is None else (kind, required)
     outcome = None if key is None else known.get(key)
     if outcome is None:
         try:
@@ -526,11 +529,11 @@ def _make_proof(probe: Probe, exact: bool, required: tuple[torch.dtype, ...]) ->
         try:
             verdict = prove(probe, found, pair)
         except NotProvenError as error:
-            raise NotProvenError(f"{error.reason} in {_dtype_name(dtype)}", is_norm=True) from None
+            raise NotProvenError(f"{error.reason} in {dtype_name(dtype)}", is_norm=True) from None
         if not verdict.bit_identical:
             identical = False
             if exact or not verdict.close:
-                raise NotProvenError(f"in {_dtype_name(dtype)} {verdict.detail}", is_norm=True)
+                raise NotProvenError(f"in {dtype_name(dtype)} {verdict.detail}", is_norm=True)
         pairs.add(pair)
     for pair in common_pairs(found):
         if pair not in pairs and _is_identical(probe, found, pair):
@@ -676,11 +679,20 @@ def _grouped(report: PatchReport) -> Iterator[tuple[int, str, Entry]]:
     """Entries that differ only in the numbers of their names, counted."""
     groups: dict[Any, list[Entry]] = {}
     for entry in report.entries:
-        pattern = ".".join("*" if part.isdigit() else part for part in entry.name.split("."))
-        groups.setdefault((pattern, replace(entry, name="")), []).append(entry)
+        groups.setdefault((name_pattern(entry.name), replace(entry, name="")), []).append(entry)
     for (pattern, _), entries in groups.items():
         name = entries[0].name if len(entries) == 1 else pattern
         yield len(entries), name or "(the model)", entries[0]
+
+
+def name_pattern(name: str) -> str:
+    """The name of a module with ``*`` for the numbers in it: the same for all layers of a model.
+
+    Example:
+        >>> name_pattern("layers.11.norm")
+        'layers.*.norm'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _row(count: int, name: str, entry: Entry) -> tuple[str, ...]:
@@ -697,22 +709,18 @@ def _row(count: int, name: str, entry: Entry) -> tuple[str, ...]:
         "-" if entry.spec is None else spec_name(entry.spec),
         "-" if entry.spec is None else "machine" if eps is None else f"{eps:.6g}",
         any_width if entry.shape is None else "x".join(map(str, entry.shape)),
-        "-" if entry.dtype is None else _dtype_name(entry.dtype),
+        "-" if entry.dtype is None else dtype_name(entry.dtype),
         result,
     )
 
 
 def _pairs_text(pairs: frozenset[Pair]) -> str:
-    """The dtypes of rows whose weight is like them, and whether other weights may stand beside."""
-    alike = sorted(_dtype_name(x) for x, weight in pairs if weight in (x, None))
+    """The dtypes of rows, and those of their weights where not all of these were proven."""
+    alike = sorted(dtype_name(x) for x, weight in pairs if weight in (x, None))
     mixed = sorted(
-        f"{_dtype_name(x)} with {_dtype_name(weight)} weight"
+        f"{dtype_name(x)} with {dtype_name(weight)} weight"
         for x, weight in pairs
-        if weight is not None and weight != x and {x, weight} - {torch.float32}
+        if weight is not None and weight != x
     )
-    every = len(alike) ** 2 == len(pairs) or not mixed
+    every = len(alike) ** 2 == len(pairs)
     return ", ".join(alike if every else alike + mixed)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

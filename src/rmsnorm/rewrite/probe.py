@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
-import math
 import random
 import types
 import warnings
@@ -32,6 +31,9 @@ _MOST_ELEMENTS = 2**22
 # A weight of several dimensions that is not called normalized_shape: a square linear layer also
 # maps rows to rows of the same shape, and asking it would be expensive.
 _MOST_ELEMENTS_OF_A_MATRIX = 4096
+
+# Why a module that holds others is left; every container is, so a report does not list it.
+MODULES_INSIDE = "it has modules inside"
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
@@ -83,7 +85,6 @@ class Hypothesis:
         weight: where the weight is, or ``None``.
         bias: where the bias is, or ``None``.
         eps_path: the attributes that lead to eps, read at call time; ``None`` if it is hard-coded.
-        any_width: the module takes rows of other widths too.
     """
 
     spec: NormSpec
@@ -91,7 +92,6 @@ class Hypothesis:
     weight: Slot | None
     bias: Slot | None
     eps_path: tuple[str, ...] | None
-    any_width: bool = False
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -314,7 +314,7 @@ def _check_children(module: nn.Module) -> None:
         if name == "parametrizations":
             raise NotProvenError("its weight is parametrized")
         if child is not None and type(child) is not nn.Identity:
-            raise NotProvenError("it has modules inside")
+            raise NotProvenError(MODULES_INSIDE)
 
 
 def _own_tensors(module: nn.Module) -> tuple[list[Slot], dict[str, Tensor]]:
@@ -436,6 +436,11 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         raise NotProvenError(f"its attribute of type {type(value).__name__} has no copy") from error
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    """How many elements a tensor of this shape has."""
-    return math.prod(shape)
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without its module.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")

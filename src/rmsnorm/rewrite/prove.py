@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rmsnorm.ops import composite, route
-from rmsnorm.ops.rms_norm import output_dtype
-from rmsnorm.rewrite.probe import Hypothesis, NotProvenError, Probe
+from rmsnorm.ops import composite
+from rmsnorm.ops import rms_norm as operation
+from rmsnorm.rewrite.probe import Hypothesis, NotProvenError, Probe, dtype_name
 from rmsnorm.spec import Accumulate, NormSpec, Output, Rounding
 
 Pair = tuple[torch.dtype, torch.dtype | None]
@@ -61,18 +61,6 @@ class Verdict:
     detail: str
 
 
-def evaluate(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    spec: NormSpec,
-    ndim: int,
-) -> Tensor:
-    """The package's own answer: the one place through which this subpackage computes a norm."""
-    return route.forward(x, weight, bias, eps, spec, ndim)
-
-
 def common_pairs(found: Hypothesis) -> list[Pair]:
     """All (x, weight) pairs of float32 and the half types; weight ``None`` without a weight."""
     if found.weight is None and found.bias is None:
@@ -110,8 +98,9 @@ def convention(probe: Probe, found: Hypothesis) -> NormSpec:
         score = (
             sum(verdict.bit_identical for verdict in verdicts),
             sum(verdict.close for verdict in verdicts),
-            sum(verdict.share > 0.0 for verdict in verdicts),
-            int(1000 * sum(verdict.share for verdict in verdicts)) // 100,
+            sum(verdict.share > 0.0 for verdict in verdicts),  # the right output dtype
+            # In tenths, so that a few last bits do not outweigh the order of preference.
+            int(10 * sum(verdict.share for verdict in verdicts)),
         )
         if score > best_score:
             best, best_score = spec, score
@@ -178,15 +167,16 @@ class _Case:
     def _ours(self, x: Tensor, spec: NormSpec, answer: Answer) -> Tensor:
         return answer(x, self._weight, self._bias, None, spec, len(self._found.shape))
 
-    def verdict(self, spec: NormSpec, answer: Answer | None = None) -> Verdict:
+    def verdict(self, spec: NormSpec, answer: Answer = operation.forward) -> Verdict:
+        """How far ``answer`` under ``spec`` agrees with the module."""
         different, elements, worst = 0, 0, 0.0
         dtype = self._pairs[0][0].dtype
         for x, theirs in self._pairs:
             dtype = theirs.dtype
             weight_dtype = None if self._weight is None else self._weight.dtype
-            if output_dtype(x.dtype, weight_dtype, spec) != dtype:
-                return Verdict(False, False, 0.0, f"it returns {_name(dtype)}")
-            ours = self._ours(x, spec, answer or evaluate)
+            if composite.output_dtype(x.dtype, weight_dtype, spec) != dtype:
+                return Verdict(False, False, 0.0, f"it returns {dtype_name(dtype)}")
+            ours = self._ours(x, spec, answer)
             unequal = ~((ours == theirs) | (ours.isnan() & theirs.isnan()))
             count = int(unequal.sum())
             different += count
@@ -204,7 +194,7 @@ class _Case:
         """The largest difference, relative to the largest element."""
         worst = 0.0
         for x, theirs in self._pairs:
-            ours = self._ours(x, spec, evaluate)
+            ours = self._ours(x, spec, operation.forward)
             difference = (ours.double() - theirs.double()).abs()
             worst = max(worst, float(difference[difference.isfinite()].max()))
         return worst
@@ -271,7 +261,7 @@ def gradients_agree(probe: Probe, found: Hypothesis) -> None:
             raise NotProvenError("it lets no gradient through", is_norm=True)
         theirs = torch.autograd.grad(y, wanted, dy, allow_unused=True)
         expected = torch.autograd.grad(
-            evaluate(ours, operands[0], operands[1], None, found.spec, len(shape)),
+            operation.forward(ours, operands[0], operands[1], None, found.spec, len(shape)),
             ours_wanted,
             dy,
         )
@@ -287,7 +277,3 @@ def _ulps(a: Tensor, b: Tensor) -> Tensor:
     larger = torch.maximum(a.abs(), b.abs()).clamp(min=info.tiny)
     unit = torch.exp2(torch.floor(torch.log2(larger))) * info.eps
     return ((a - b).abs() / unit).nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

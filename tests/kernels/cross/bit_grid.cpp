@@ -249,7 +249,7 @@ void normalise(const ForwardCall& call, double* x, std::int64_t count) {
     finite = finite && std::isfinite(x[i]);
     largest = std::max(largest, std::fabs(x[i]));
   }
-  if (!redo || !finite || largest == 0.0) {
+  if (!redo || !finite || (largest == 0.0 && call.eps == 0.0)) {
     const double rstd = inverse_rms(call, sum, rounded(compute, call.eps), compute);
     for (std::int64_t i = 0; i < count; ++i) x[i] = rounded(compute, x[i] * rstd);
     return;
@@ -533,6 +533,7 @@ void run(const Kernels& kernels, Case test, Random& random) {
                       : test.layout == Layout::gaps   ? span + 5
                                                       : span;
   }
+  if (call.compute == DType::f32) call.eps = static_cast<float>(call.eps);
   Arrays arrays;
   arrays.x = Array(call.x_type, offset_of(outer, test.rows - 1) + span, test.x_offset);
   for (std::int64_t r = 0; r < test.rows; ++r) {
