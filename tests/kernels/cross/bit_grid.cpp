@@ -39,11 +39,12 @@ using Quad = long double;
 #endif
 
 constexpr DType kTypes[] = {DType::f32, DType::f64, DType::bf16, DType::f16};
+constexpr DType kXhatTypes[] = {DType::none, DType::bf16, DType::f16};
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 const char* name_of(DType type) {
-  constexpr const char* kNames[] = {"f32", "f64", "bf16", "f16"};
+  constexpr const char* kNames[] = {"f32", "f64", "bf16", "f16", "none"};
   return kNames[static_cast<int>(type)];
 }
 
@@ -288,7 +289,8 @@ void reference(const ForwardCall& call, const Array& weight, const Array& bias, 
         const double narrowed = rounded(call.compute, factor);
         factor = rounded(call.compute, narrowed + call.offset);
       }
-      value = keep(rounded(call.mid, value) * factor);
+      if (call.xhat_type != DType::none) value = rounded(call.xhat_type, value);
+      value = keep(value * factor);
     }
     if (call.bias) {
       if (call.bias_after_round) value = rounded(call.y_type, value);
@@ -383,10 +385,10 @@ std::string describe(const ForwardCall& c) {
   constexpr const char* kEpsIn[] = {"mean_square", "root", "clamp"};
   std::snprintf(
       text, sizeof text,
-      "x %s y %s weight %s + %g bias %s compute %s multiply %s mid %s eps_in %s %s eps %a "
+      "x %s y %s weight %s + %g bias %s compute %s multiply %s xhat %s eps_in %s %s eps %a "
       "d %lld groups %lld width %lld stride %lld%s%s",
       name_of(c.x_type), name_of(c.y_type), c.weight ? name_of(c.weight_type) : "none", c.offset,
-      c.bias ? "yes" : "none", name_of(c.compute), name_of(c.multiply), name_of(c.mid),
+      c.bias ? "yes" : "none", name_of(c.compute), name_of(c.multiply), name_of(c.xhat_type),
       kEpsIn[static_cast<int>(c.eps_in)], c.divide ? "mean" : "sum", c.eps,
       static_cast<long long>(c.d), static_cast<long long>(c.groups),
       static_cast<long long>(c.width), static_cast<long long>(c.x_stride),
@@ -585,14 +587,14 @@ std::vector<Case> all_types() {
       if (compute == DType::f64 && x != DType::f64) continue;
       for (const DType multiply : {DType::f32, DType::f64}) {
         if (compute == DType::f64 && multiply == DType::f32) continue;
-        for (const DType mid : kTypes) {
+        for (const DType xhat : kXhatTypes) {
           for (const DType y : kTypes) {
             for (int bias = 0; bias < 3; ++bias) {
               Case test;
               test.call.x_type = x;
               test.call.compute = compute;
               test.call.multiply = multiply;
-              test.call.mid = mid;
+              test.call.xhat_type = xhat;
               test.call.y_type = y;
               test.biased = bias > 0;
               test.call.bias_after_round = bias == 2;
@@ -619,10 +621,11 @@ std::vector<Case> vector_types() {
   for (const Case& test : all_types()) {
     const ForwardCall& call = test.call;
     const bool y = call.y_type == call.x_type || call.y_type == call.compute;
-    const bool mid = call.mid == DType::f64 || (call.mid == call.x_type && test.weighted);
+    const bool xhat =
+        call.xhat_type == DType::none || (call.xhat_type == call.x_type && test.weighted);
     const bool weight =
         !test.weighted || call.weight_type == call.compute || call.weight_type == call.x_type;
-    if (y && mid && weight && !test.biased && call.multiply == call.compute) {
+    if (y && xhat && weight && !test.biased && call.multiply == call.compute) {
       cases.push_back(test);
     }
   }
@@ -786,7 +789,6 @@ ForwardCall unit_call(DType x, DType y, std::int64_t d) {
   call.x_type = x;
   call.y_type = y;
   call.compute = call.multiply = x == DType::f64 ? DType::f64 : DType::f32;
-  call.mid = DType::f64;
   call.d = d;
   call.width = 1;  // of element 0, which is 1
   return call;
@@ -842,7 +844,7 @@ void check_conversions(const Kernels& kernels, Random& random) {
     // Rounding before the weight: every half times many an rstd, which eps alone determines.
     for (int repeat = 0; repeat < (quick ? 8 : 40); ++repeat) {
       ForwardCall call = unit_call(half, repeat % 2 ? half : DType::f32, kHalves + 1);
-      call.mid = half;
+      call.xhat_type = half;
       call.eps = std::ldexp(1.0 + random.uniform(), static_cast<int>(random.below(180)) - 90);
       if (repeat == 0) call.eps = 0x1p-2;  // rstd is 2
       if (repeat == 1) call.eps = 0x1p40;  // rstd is 2^-20

@@ -178,7 +178,8 @@ T inverse_rms(const ForwardCall& call, T sum) {
   return T(1) / square_root(ms + eps);
 }
 
-// Full subnormal arithmetic while in scope, whatever mode the caller's thread is in.
+// Full subnormal arithmetic while in scope, whatever mode the caller's thread is in. Only rows that
+// are redone need it: others do not lose more than eager PyTorch does in that mode.
 class KeepSubnormals {
  public:
 #if defined(__x86_64__)
@@ -290,6 +291,8 @@ void load_as(DType type, const void* from, std::int64_t first, std::int64_t coun
       return convert<To, bf16>(from, first, count, to);
     case DType::f16:
       return convert<To, f16>(from, first, count, to);
+    case DType::none:
+      return;
   }
 }
 
@@ -310,6 +313,8 @@ void store(DType type, const M* from, std::int64_t count, void* to, std::int64_t
       return store_as<bf16>(from, count, to, first);
     case DType::f16:
       return store_as<f16>(from, count, to, first);
+    case DType::none:
+      return;
   }
 }
 
@@ -333,7 +338,7 @@ template <class M, class T>
   M operand[kChunk];
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<M>(xhat[i]);
   if (call.weight) {
-    if (call.mid != DType::f64) round_in_place(call.mid, values, count);
+    round_in_place(call.xhat_type, values, count);
     load_as(call.weight_type, call.weight, column, count, operand);
     if (call.offset != 0.0) {
       const T offset = static_cast<T>(call.offset);
@@ -365,16 +370,30 @@ void finish_slowly(const ForwardCall& call, std::int64_t begin, std::int64_t end
   }
 }
 
+// Computes a row that is out of range; false if it is not finite, or 0/0, and the formula holds as
+// it is. Never inlined, so that none of its arithmetic can move out of the scope of KeepSubnormals.
+template <class T, class Reader>
+[[gnu::noinline]] bool redo(const ForwardCall& call, const Reader& reader, std::int64_t column,
+                            std::int64_t count, std::int64_t row) {
+  const RescaledRow rescaled = rescale<T>(call, reader, call.width);
+  if (!rescaled.valid) return false;
+  finish_slowly<T>(call, column, column + count, row, [&](std::int64_t i) {
+    const double x = static_cast<double>(reader.at(i));
+    return static_cast<T>(__builtin_ldexp(x, rescaled.exponent) * rescaled.rstd);
+  });
+  return true;
+}
+
 struct NoWeight {};
 
 constexpr std::size_t kCacheLine = 64;
 
-// y = ((x * rstd) rounded to Mid) * (weight + offset), rounded to Y; contiguous. Fetches what lies
+// y = ((x * rstd) rounded to Xhat) * (weight + offset), rounded to Y; contiguous. Fetches what lies
 // `ahead` bytes from x, where the next statistics will read: this loop alone leaves the memory
 // idle.
-template <class Vec, class X, class W, class Y, class Mid, bool Offset, bool Stream>
+template <class Vec, class X, class W, class Y, class Xhat, bool Offset, bool Stream>
 void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
-               typename Vec::Scalar offset, void* y_, std::int64_t count, std::ptrdiff_t ahead) {
+               typename Vec::Scalar offset, void* y_, std::int64_t count, std::uintptr_t ahead) {
   using T = typename Vec::Scalar;
   using Reg = typename Vec::Reg;
   constexpr int kLanes = Vec::kLanes;
@@ -391,9 +410,9 @@ void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
   const Reg offsets = Vec::set1(offset);
   std::int64_t i = 0;
   for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    const char* next = reinterpret_cast<const char*>(x + i) + ahead;
+    const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(x + i) + ahead;
     for (std::size_t byte = 0; byte < 2 * kLanes * sizeof(X); byte += kCacheLine) {
-      __builtin_prefetch(next + byte);
+      __builtin_prefetch(reinterpret_cast<const void*>(next + byte));
     }
     Reg a, b;
     if constexpr (kSplit) {
@@ -416,12 +435,12 @@ void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
         weight_a = Vec::add(weight_a, offsets);
         weight_b = Vec::add(weight_b, offsets);
       }
-      if constexpr (kSplit && std::is_same_v<Mid, bf16>) {
+      if constexpr (kSplit && std::is_same_v<Xhat, bf16>) {
         a = Vec::round_split(a);
         b = Vec::round_split(b);
       } else {
-        a = Vec::template round_to<Mid>(a);
-        b = Vec::template round_to<Mid>(b);
+        a = Vec::template round_to<Xhat>(a);
+        b = Vec::template round_to<Xhat>(b);
       }
       a = Vec::mul(a, weight_a);
       b = Vec::mul(b, weight_b);
@@ -439,19 +458,19 @@ void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
     if constexpr (kWeighted) {
       T scale = widen(weight[i]);
       if constexpr (Offset) scale += offset;
-      value = widen(narrow<Mid>(value)) * scale;
+      value = widen(narrow<Xhat>(value)) * scale;
     }
     y[i] = narrow<Y>(value);
   }
 }
 
 template <class T>
-using ScaleRow = void (*)(const void*, T, const void*, T, void*, std::int64_t, std::ptrdiff_t);
+using ScaleRow = void (*)(const void*, T, const void*, T, void*, std::int64_t, std::uintptr_t);
 
-template <class Vec, class X, class W, class Y, class Mid, bool Offset>
+template <class Vec, class X, class W, class Y, class Xhat, bool Offset>
 ScaleRow<typename Vec::Scalar> pick_store(bool stream) {
-  return stream ? &scale_row<Vec, X, W, Y, Mid, Offset, true>
-                : &scale_row<Vec, X, W, Y, Mid, Offset, false>;
+  return stream ? &scale_row<Vec, X, W, Y, Xhat, Offset, true>
+                : &scale_row<Vec, X, W, Y, Xhat, Offset, false>;
 }
 
 template <class X>
@@ -462,26 +481,27 @@ constexpr DType dtype_of() {
   if constexpr (std::is_same_v<X, f16>) return DType::f16;
 }
 
-template <class Vec, class X, class Y, class Mid>
+template <class Vec, class X, class Y, class Xhat>
 ScaleRow<typename Vec::Scalar> pick_weight(const ForwardCall& call) {
   using T = typename Vec::Scalar;
   if (!call.weight) return pick_store<Vec, X, NoWeight, Y, T, false>(call.stream);
-  if (call.weight_type == dtype_of<T>() && call.offset == 0.0) {
-    return pick_store<Vec, X, T, Y, Mid, false>(call.stream);
+  if (call.weight_type == dtype_of<T>()) {
+    return call.offset == 0.0 ? pick_store<Vec, X, T, Y, Xhat, false>(call.stream)
+                              : pick_store<Vec, X, T, Y, Xhat, true>(call.stream);
   }
   if constexpr (!std::is_same_v<X, T>) {
     if (call.weight_type == dtype_of<X>()) {
-      return call.offset == 0.0 ? pick_store<Vec, X, X, Y, Mid, false>(call.stream)
-                                : pick_store<Vec, X, X, Y, Mid, true>(call.stream);
+      return call.offset == 0.0 ? pick_store<Vec, X, X, Y, Xhat, false>(call.stream)
+                                : pick_store<Vec, X, X, Y, Xhat, true>(call.stream);
     }
   }
   return nullptr;
 }
 
 template <class Vec, class X, class Y>
-ScaleRow<typename Vec::Scalar> pick_mid(const ForwardCall& call) {
-  if (call.mid == DType::f64) return pick_weight<Vec, X, Y, typename Vec::Scalar>(call);
-  if (call.mid == dtype_of<X>()) return pick_weight<Vec, X, Y, X>(call);
+ScaleRow<typename Vec::Scalar> pick_xhat(const ForwardCall& call) {
+  if (call.xhat_type == DType::none) return pick_weight<Vec, X, Y, typename Vec::Scalar>(call);
+  if (call.xhat_type == dtype_of<X>()) return pick_weight<Vec, X, Y, X>(call);
   return nullptr;
 }
 
@@ -490,8 +510,8 @@ template <class Vec, class X>
 ScaleRow<typename Vec::Scalar> pick_scale(const ForwardCall& call) {
   using T = typename Vec::Scalar;
   if (call.bias || call.multiply != dtype_of<T>()) return nullptr;
-  if (call.y_type == dtype_of<X>()) return pick_mid<Vec, X, X>(call);
-  if (call.y_type == dtype_of<T>()) return pick_mid<Vec, X, T>(call);
+  if (call.y_type == dtype_of<X>()) return pick_xhat<Vec, X, X>(call);
+  if (call.y_type == dtype_of<T>()) return pick_xhat<Vec, X, T>(call);
   return nullptr;
 }
 
@@ -566,22 +586,16 @@ void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end)
     }
     for (int i = 0; i < count; ++i) block[i].rstd = inverse_rms<T>(call, block[i].sum);
     const X* next = static_cast<const X*>(call.x) + cursor.offset() + group * part * call.x_stride;
-    const std::ptrdiff_t ahead = row < end ? reinterpret_cast<const char*>(next) -
-                                                 reinterpret_cast<const char*>(block[0].reader.data)
-                                           : 0;
+    // Unsigned: the difference wraps around, and back when it is added.
+    const std::uintptr_t ahead = row < end
+                                     ? reinterpret_cast<std::uintptr_t>(next) -
+                                           reinterpret_cast<std::uintptr_t>(block[0].reader.data)
+                                     : 0;
     for (int i = 0; i < count; ++i) {
       const Part& current = block[i];
       if (__builtin_expect(out_of_range<T>(call, current.sum), 0)) {
         const KeepSubnormals keep;
-        const RescaledRow rescaled = rescale<T>(call, current.reader, call.width);
-        if (rescaled.valid) {
-          finish_slowly<T>(
-              call, current.column, current.column + part, current.row, [&](std::int64_t j) {
-                const double x = static_cast<double>(current.reader.at(j));
-                return static_cast<T>(__builtin_ldexp(x, rescaled.exponent) * rescaled.rstd);
-              });
-          continue;
-        }
+        if (redo<T>(call, current.reader, current.column, part, current.row)) continue;
       }
       if constexpr (!Strided) {
         if (scale) {
@@ -630,6 +644,8 @@ void forward(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
       return forward_of<Isa, bf16>(call, begin, end);
     case DType::f16:
       return forward_of<Isa, f16>(call, begin, end);
+    case DType::none:
+      return;
   }
 }
 
@@ -683,6 +699,8 @@ void prepare_weight(DType type, const void* weight, std::int64_t count, double o
       return prepare_of<Isa>(static_cast<const bf16*>(weight), count, offset, compute, to, result);
     case DType::f16:
       return prepare_of<Isa>(static_cast<const f16*>(weight), count, offset, compute, to, result);
+    case DType::none:
+      return;
   }
 }
 

@@ -22,13 +22,17 @@
 namespace rmsnorm {
 namespace {
 
-// Below this many elements a second thread costs more than it saves.
+// The smallest share of a thread, in elements: about 10 us of work, a few times what waking costs.
 constexpr std::int64_t kGrainElements = 32768;
-// Results of this size leave the last-level cache before they are read: store past it.
+// From this size on a result is stored past the cache. Stores past the cache gain where the result
+// has left it before it is read and lose where it has not; this is a size at which they gained on
+// machines with 32 MB of last-level cache, whose two threads read x beside it.
 constexpr std::int64_t kStreamBytes = std::int64_t{24} << 20;
-// With more rows than this, widening a float16 weight once is cheaper than for each row. A bfloat16
-// weight is a shift away from float and never worth it.
+// With more rows than this a float16 weight is widened once, not for each row, since its conversion
+// costs as much as the multiplication. A bfloat16 weight is only a shift away from float.
 constexpr std::int64_t kFewRows = 4;
+// Below this a result is as likely as not to lie in memory that was touched before.
+constexpr std::int64_t kHugePagesFrom = std::int64_t{8} << 20;
 
 // Owns a tensor. The handle itself instead of torch::stable::Tensor, which allocates for each.
 struct DeleteTensor {
@@ -46,6 +50,8 @@ std::int32_t torch_dtype(DType type) {
       return aoti_torch_dtype_bfloat16();
     case DType::f16:
       return aoti_torch_dtype_float16();
+    case DType::none:
+      break;
   }
   return -1;
 }
@@ -60,8 +66,10 @@ const char* dtype_name(DType type) {
       return "bfloat16";
     case DType::f16:
       return "float16";
+    case DType::none:
+      break;
   }
-  return "?";
+  return "none";
 }
 
 DType promote(DType a, DType b) {
@@ -153,7 +161,7 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::int64_
     const char* setting = std::getenv("RMSNORM_HUGE_PAGES");
     return !setting || std::string_view(setting) != "0";
   }();
-  if (!enabled || bytes < static_cast<std::int64_t>(4 * kHugePage)) return;
+  if (!enabled || bytes < kHugePagesFrom) return;
   const auto begin = (reinterpret_cast<std::uintptr_t>(data) + kHugePage - 1) & ~(kHugePage - 1);
   const auto end = (reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes)) &
                    ~(kHugePage - 1);
@@ -261,12 +269,11 @@ void choose_types(const Spec& spec, DType x_type, const DType* weight_type, Forw
   } else if (weight_type && spec.output == Output::weight) {
     call.y_type = *weight_type;
   }
-  call.mid = DType::f64;
   if (spec.rounding == Rounding::before_weight && element_size(x_type) == 2) {
-    call.mid = x_type;
+    call.xhat_type = x_type;
   } else if (spec.rounding == Rounding::weight_dtype && weight_type &&
              element_size(*weight_type) == 2) {
-    call.mid = *weight_type;
+    call.xhat_type = *weight_type;
   }
   const bool wide_weight = weight_type && *weight_type == DType::f64 && spec.offset == 0.0;
   const bool wide_xhat = spec.rounding == Rounding::before_weight && x_type == DType::f64;
@@ -283,27 +290,13 @@ struct Arguments {
   const Spec* spec;
 };
 
-// Computes the call. The result is new, or `out` if that is not null (and then not returned).
-Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
-  const Kernels* isa = kernels();
-  STD_TORCH_CHECK(isa != nullptr, "rmsnorm: ", isa_error());
+// The shape, the eps and the types of a call.
+ForwardCall describe_call(const Arguments& arguments, const View& x, const DType* weight_type) {
   const Spec& spec = *arguments.spec;
-  const std::int64_t ndim = arguments.ndim;
-  const View x(arguments.x.get(), "x");
-  STD_TORCH_CHECK(ndim >= 1 && ndim <= x.rank, "rms_norm: x has shape ", x.shape(),
-                  "; expected at least ", ndim < 1 ? 1 : ndim, " dimension(s) to normalise over");
-  std::optional<Parameter> weight;
-  if (arguments.weight) weight.emplace(arguments.weight.get(), "weight", x, ndim);
-  std::optional<Parameter> bias;
-  if (arguments.bias) bias.emplace(arguments.bias.get(), "bias", x, ndim);
-
   ForwardCall call;
-  const DType weight_type = weight ? weight->type() : DType::f32;
-  choose_types(spec, x.type, weight ? &weight_type : nullptr, call);
-  std::int64_t rows = 1;
-  for (std::int64_t dim = 0; dim < x.rank - ndim; ++dim) rows *= x.size[dim];
+  choose_types(spec, x.type, weight_type, call);
   call.d = 1;
-  for (std::int64_t dim = x.rank - ndim; dim < x.rank; ++dim) call.d *= x.size[dim];
+  for (std::int64_t dim = x.rank - arguments.ndim; dim < x.rank; ++dim) call.d *= x.size[dim];
   STD_TORCH_CHECK(call.d % spec.groups == 0, "rms_norm: a row of ", call.d,
                   " elements cannot be cut into ", spec.groups, " equal groups");
   call.groups = spec.groups;
@@ -315,24 +308,84 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
   STD_TORCH_CHECK(call.eps >= 0.0 && std::isfinite(call.eps), "rms_norm: eps is ", call.eps,
                   "; expected a finite number of at least 0");
   if (call.compute == DType::f32) call.eps = static_cast<float>(call.eps);
+  return call;
+}
 
-  Owned result;
+void check_out(const View& out, const View& x, DType y_type) {
+  STD_TORCH_CHECK(out.type == y_type, "rms_norm: out is ", dtype_name(out.type),
+                  "; the result of this call is ", dtype_name(y_type));
+  bool same = out.rank == x.rank;
+  for (std::int64_t dim = 0; same && dim < x.rank; ++dim) same = out.size[dim] == x.size[dim];
+  STD_TORCH_CHECK(same, "rms_norm: out has shape ", out.shape(), "; expected ", x.shape());
+}
+
+// Gives the call its weight: as it is where a kernel reads that, else widened.
+void set_weight(const Kernels& isa, Parameter& weight, double offset, std::int64_t rows,
+                ForwardCall& call) {
+  const bool as_half =
+      weight.type() == call.x_type && call.multiply == DType::f32 &&
+      (weight.type() == DType::bf16 || (weight.type() == DType::f16 && rows <= kFewRows));
+  if (as_half || weight.type() == call.multiply) {
+    call.weight_type = weight.type();
+    call.weight = weight.as_is();
+    call.offset = offset;
+  } else {
+    call.weight_type = call.multiply;
+    call.weight = weight.widened(isa, call.d, offset, call.compute, call.multiply);
+  }
+}
+
+// Runs the call, on several threads where there is enough to do.
+void run(const Kernels& isa, const ForwardCall& call, std::int64_t rows) {
+  const std::int64_t grain = (kGrainElements + call.d - 1) / call.d;
+  if (rows <= grain) return isa.forward(call, 0, rows);
+  torch::stable::parallel_for(
+      0, rows, grain, [&](std::int64_t begin, std::int64_t end) { isa.forward(call, begin, end); });
+}
+
+// Computes the call, into `out` if that is not null, and else into a new tensor, which is returned.
+Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
+  const Kernels* isa = kernels();
+  STD_TORCH_CHECK(isa != nullptr, "rmsnorm: ", isa_error());
+  const std::int64_t ndim = arguments.ndim;
+  const View x(arguments.x.get(), "x");
+  STD_TORCH_CHECK(ndim >= 1 && ndim <= x.rank, "rms_norm: x has shape ", x.shape(),
+                  "; expected at least ", ndim < 1 ? 1 : ndim, " dimension(s) to normalise over");
+  std::optional<Parameter> weight;
+  if (arguments.weight) weight.emplace(arguments.weight.get(), "weight", x, ndim);
+  std::optional<Parameter> bias;
+  if (arguments.bias) bias.emplace(arguments.bias.get(), "bias", x, ndim);
+  const DType weight_type = weight ? weight->type() : DType::none;
+  ForwardCall call = describe_call(arguments, x, weight ? &weight_type : nullptr);
+  std::int64_t rows = 1;
+  for (std::int64_t dim = 0; dim < x.rank - ndim; ++dim) rows *= x.size[dim];
+  const bool empty = rows == 0 || call.d == 0;
+
   std::optional<View> out;
   if (out_handle) {
     out.emplace(out_handle, "out");
-    STD_TORCH_CHECK(out->type == call.y_type, "rms_norm: out is ", dtype_name(out->type),
-                    "; the result of this call is ", dtype_name(call.y_type));
-    bool same = out->rank == x.rank;
-    for (std::int64_t dim = 0; same && dim < x.rank; ++dim) same = out->size[dim] == x.size[dim];
-    STD_TORCH_CHECK(same, "rms_norm: out has shape ", out->shape(), "; expected ", x.shape());
+    check_out(*out, x, call.y_type);
+    if (empty) return nullptr;
   }
-  const bool direct =
-      out && out->contiguous() &&
-      (rows == 0 || call.d == 0 ||
-       (!overlaps(*out, x, true) && !(weight && overlaps(*out, weight->view(), false)) &&
-        !(bias && overlaps(*out, bias->view(), false))));
+  // An `out` that rows cannot be written to one by one gets a copy of the result.
+  const bool direct = out && out->contiguous() && !overlaps(*out, x, true) &&
+                      !(weight && overlaps(*out, weight->view(), false)) &&
+                      !(bias && overlaps(*out, bias->view(), false));
+  Owned result;
   if (!direct) result = empty_contiguous(x, call.y_type);
-  if (rows == 0 || call.d == 0) return result;
+  if (empty) return result;
+  const std::int64_t bytes = rows * call.d * element_size(call.y_type);
+  if (direct) {
+    call.y = out->data;
+  } else {
+    void* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(result.get(), &data));
+    advise_huge_pages(data, bytes);
+    call.y = data;
+  }
+  call.stream = bytes >= kStreamBytes &&
+                call.d / call.groups * element_size(call.y_type) % 64 == 0 &&
+                reinterpret_cast<std::uintptr_t>(call.y) % 64 == 0;
 
   Owned x_copy;
   call.x = x.data;
@@ -342,46 +395,13 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle out_handle) {
     call.x = copy.data;
     describe_rows(copy, ndim, call);
   }
-  if (direct) {
-    call.y = out->data;
-  } else {
-    void* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(result.get(), &data));
-    advise_huge_pages(data, rows * call.d * element_size(call.y_type));
-    call.y = data;
-  }
-
-  if (weight) {
-    const bool as_half =
-        weight_type == x.type && call.multiply == DType::f32 &&
-        (weight_type == DType::bf16 || (weight_type == DType::f16 && rows <= kFewRows));
-    if (as_half || (weight_type == call.multiply && spec.offset == 0.0)) {
-      call.weight_type = weight_type;
-      call.weight = weight->as_is();
-      call.offset = spec.offset;
-    } else {
-      call.weight_type = call.multiply;
-      call.weight = weight->widened(*isa, call.d, spec.offset, call.compute, call.multiply);
-    }
-  }
+  if (weight) set_weight(*isa, *weight, arguments.spec->offset, rows, call);
   if (bias) call.bias = bias->widened(*isa, call.d, 0.0, call.compute, call.multiply);
+  run(*isa, call, rows);
 
-  const std::int64_t part_bytes = call.d / call.groups * element_size(call.y_type);
-  call.stream = rows * call.d * element_size(call.y_type) >= kStreamBytes && part_bytes % 64 == 0 &&
-                reinterpret_cast<std::uintptr_t>(call.y) % 64 == 0;
-
-  const std::int64_t grain = (kGrainElements + call.d - 1) / call.d;
-  if (rows <= grain) {
-    isa->forward(call, 0, rows);
-  } else {
-    torch::stable::parallel_for(0, rows, grain, [&](std::int64_t begin, std::int64_t end) {
-      isa->forward(call, begin, end);
-    });
-  }
-  if (out && !direct) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out_handle, result.get(), 0));
-  }
-  return result;
+  if (!out) return result;
+  if (!direct) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out_handle, result.get(), 0));
+  return nullptr;
 }
 
 // The spec behind a string argument, without copying the string.
@@ -439,9 +459,9 @@ STABLE_TORCH_LIBRARY_IMPL(rmsnorm, CPU, library) {
 #endif
 
 // The instruction set in use, or null where RMSNORM_ISA names one that is not here.
-extern "C" RMSNORM_EXPORT const char* rmsnorm_cpu_isa() {
+extern "C" RMSNORM_EXPORT const char* rmsnorm_cpu_isa() noexcept {
   const rmsnorm::Kernels* isa = rmsnorm::kernels();
   return isa ? isa->name : nullptr;
 }
 
-extern "C" RMSNORM_EXPORT const char* rmsnorm_isa_error() { return rmsnorm::isa_error(); }
+extern "C" RMSNORM_EXPORT const char* rmsnorm_isa_error() noexcept { return rmsnorm::isa_error(); }

@@ -14,7 +14,7 @@ struct f16 {
   std::uint16_t bits;
 };
 
-enum class DType : std::uint8_t { f32, f64, bf16, f16 };
+enum class DType : std::uint8_t { f32, f64, bf16, f16, none };
 
 // Bytes. Of internal linkage, because files with different instruction flags include it.
 static constexpr std::int64_t element_size(DType type) {
@@ -50,7 +50,7 @@ struct ForwardCall {
   double offset = 0.0;             // still to be added to the weight, in `compute`
   DType compute = DType::f32;      // f32 or f64: squares, sum, x * rstd
   DType multiply = DType::f32;     // f32 or f64: times weight, plus bias
-  DType mid = DType::f32;          // xhat is rounded to this before the weight; f64: not at all
+  DType xhat_type = DType::none;   // xhat is rounded to this half type before the weight
   EpsIn eps_in = EpsIn::mean_square;
   bool divide = true;             // mean of the squares, not their sum
   bool bias_after_round = false;  // the product is rounded to y's type before the bias is added
