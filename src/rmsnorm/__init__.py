@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rmsnorm.ops.extension import cpu_isa
     from rmsnorm.ops.route import rms_norm
     from rmsnorm.rewrite.identify import identify
-    from rmsnorm.rewrite.patch import PatchReport, patch, unpatch
+    from rmsnorm.rewrite.patch import patch, unpatch
+    from rmsnorm.rewrite.report import PatchReport
     from rmsnorm.spec import NormSpec, specs
 
 __version__ = "0.1.0"
@@ -39,7 +40,7 @@ __all__ = [
 
 _HOME = {
     "NormSpec": "rmsnorm.spec",
-    "PatchReport": "rmsnorm.rewrite.patch",
+    "PatchReport": "rmsnorm.rewrite.report",
     "RMSNorm": "rmsnorm.modules",
     "cpu_isa": "rmsnorm.ops.extension",
     "identify": "rmsnorm.rewrite.identify",

@@ -67,8 +67,8 @@ def test_python_dash_m() -> None:
         (["inspect", "no/such"], "no/such does not exist"),
         (["inspect", "--nonsense"], "No such option"),
         (["inspect", "a", "b"], "unexpected extra argument"),
-        (["inspect", "--dtype", "int8"], "--dtype has 'int8'; expected some of float32, bfloat16"),
-        (["inspect", "--dtype", "float32,"], "--dtype has ''"),
+        (["inspect", "--dtype", "int8"], "Invalid value for '--dtype': 'int8'; expected some of"),
+        (["inspect", "--dtype", "float32,"], "'--dtype': ''; expected"),
         (["inspect", "--tokens", "1"], "1 is not in the range x>=2"),
         (["inspect", "--tokens", "many"], "'many' is not a valid integer"),
         (["inspect", "--threads", "0"], "0 is not in the range x>=1"),
@@ -91,36 +91,14 @@ def test_text_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "cannot be read" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 2.0)
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def test_inspect_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["inspect", model, "--dtype", "float32,bfloat16", "--no-speed", "--json"]
+def test_inspect_json(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["inspect", str(tiny_llama), "--dtype", "float32,bfloat16", "--no-speed", "--json"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     found: dict[str, Any] = json.loads(out)
     assert err.startswith("note: the model has no tokenizer")
     assert found["proven"] is True
-    assert found["model"] == model
+    assert found["model"] == str(tiny_llama)
     assert [one["dtype"] for one in found["inspections"]] == ["float32", "bfloat16"]
     for one in found["inspections"]:
         assert (one["norms"], one["swapped"]) == (5, 5)
@@ -131,8 +109,8 @@ def test_inspect_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["inspections"][1]["proof"]["wrong_max_abs_diff"] > 0.0
 
 
-def test_inspect_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", model, "--tokens", "5", "--no-speed"]) == 0
+def test_inspect_table(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_llama), "--tokens", "5", "--no-speed"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "float32: 5 of 5 norms replaced" in lines
     assert any(line.split()[:3] == ["prefill", "5", "identical,"] for line in lines)
@@ -140,7 +118,7 @@ def test_inspect_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_inspect_a_failed_proof_exits_with_1(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import rmsnorm.rewrite.inspect as inspect_module
 
@@ -150,7 +128,7 @@ def test_inspect_a_failed_proof_exits_with_1(
         return report
 
     monkeypatch.setattr(inspect_module, "patch", patch_wrongly)
-    assert main(["inspect", model, "--no-speed"]) == 1
+    assert main(["inspect", str(tiny_llama), "--no-speed"]) == 1
     assert "different, by up to" in capsys.readouterr().out
-    assert main(["inspect", model, "--no-speed", "--json"]) == 1
+    assert main(["inspect", str(tiny_llama), "--no-speed", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["proven"] is False

@@ -16,33 +16,16 @@ from rmsnorm.models import load
 from rmsnorm.models.load import ModelError, load_model
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small LLaMA without a tokenizer."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    folder: Path = tmp_path_factory.mktemp("saved")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """The same, to be damaged."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", torch.float16])
-def test_folder(saved: Path, dtype: str | torch.dtype) -> None:
+def test_folder(tiny_llama: Path, dtype: str | torch.dtype) -> None:
     said: list[str] = []
-    model, tokenizer = load_model(saved, dtype, say=said.append)
+    model, tokenizer = load_model(tiny_llama, dtype, say=said.append)
     name = str(dtype).removeprefix("torch.")
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.dtype == getattr(torch, name)
@@ -51,18 +34,18 @@ def test_folder(saved: Path, dtype: str | torch.dtype) -> None:
     assert said == [f"loading in {name}"]
 
 
-def test_weights_are_those_of_the_file(saved: Path) -> None:
+def test_weights_are_those_of_the_file(tiny_llama: Path) -> None:
     from safetensors.torch import load_file
 
-    model, _ = load_model(str(saved))
-    stored = load_file(saved / "model.safetensors")
+    model, _ = load_model(str(tiny_llama))
+    stored = load_file(tiny_llama / "model.safetensors")
     state = model.state_dict()
     assert set(state) == set(stored)
     assert all(torch.equal(state[name], stored[name]) for name in stored)
 
 
-def test_nothing_is_printed(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_model(saved)
+def test_nothing_is_printed(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_model(tiny_llama)
     assert capfd.readouterr() == ("", "")
 
 
@@ -71,11 +54,11 @@ def test_missing_path() -> None:
         load_model("no/such")
 
 
-def test_unknown_dtype(saved: Path) -> None:
+def test_unknown_dtype(tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match="dtype is 'int8'; expected one of float32, bfloat16"):
-        load_model(saved, "int8")
+        load_model(tiny_llama, "int8")
     with pytest.raises(ModelError, match="dtype is 'int32'"):
-        load_model(saved, torch.int32)
+        load_model(tiny_llama, torch.int32)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
@@ -210,7 +193,7 @@ def test_package_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatc
         load_model(name)
 
 
-def test_transformers_not_installed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_not_installed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = load.importlib.util.find_spec
     monkeypatch.setattr(
         load.importlib.util,
@@ -218,4 +201,4 @@ def test_transformers_not_installed(saved: Path, monkeypatch: pytest.MonkeyPatch
         lambda name: None if name == "transformers" else find(name),
     )
     with pytest.raises(ModelError, match=r"needs transformers.*pip install 'rmsnorm\[hf\]'"):
-        load_model(saved)
+        load_model(tiny_llama)

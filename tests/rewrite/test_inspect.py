@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rmsnorm.rewrite.inspect import inspect_model
+from rmsnorm import patch, rms_norm, unpatch
+from rmsnorm.rewrite.inspect import _wrong, inspect_model
 
 SIZES = {
     "vocab_size": 64,
@@ -90,6 +92,37 @@ def test_model_without_rms_norms() -> None:
     assert found.proof.holds
     assert found.proof.wrong_max_abs_diff == 0.0
     assert found.timings == ()
+
+
+class ScaleAndShift(torch.nn.Module):
+    """The bias comes first, and neither has the usual name."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.randn(d))
+        self.scale = torch.nn.Parameter(torch.randn(d))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * self.scale.float() + self.shift.float()).to(x.dtype)
+
+
+def test_the_wrong_convention_takes_weight_and_bias_whatever_their_names() -> None:
+    model = torch.nn.Sequential(ScaleAndShift(16).bfloat16())
+    (entry,) = patch(model).swapped
+    unpatch(model)
+    assert (entry.weight, entry.bias) == ("scale", "shift")
+    assert entry.tensors == ("scale", "shift")
+    x = torch.randn(64, 16).bfloat16()
+    wrong = rms_norm(
+        x,
+        model[0].scale,
+        spec=replace(entry.spec, rounding="before_weight"),
+        bias=model[0].shift,
+    )
+    assert torch.equal(_wrong(model, [entry])(x), wrong)
+    assert not torch.equal(model(x), wrong)
 
 
 @pytest.mark.parametrize("shape", [(20,), (2, 10), (1, 1), (1, 0)])

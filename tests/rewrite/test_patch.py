@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rewrite import norms
 from rmsnorm import PatchReport, RMSNorm, identify, patch, specs, unpatch
-from rmsnorm.rewrite.patch import Accelerated
+from rmsnorm.rewrite.swap import Swapped
 
 D = 48
 
@@ -467,7 +467,7 @@ def test_a_copy_computes_with_its_own_weight() -> None:
     patch(model)
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved(model)):
         assert torch.equal(made(IDS), before)
-        assert isinstance(made.first_norm, Accelerated)
+        assert isinstance(made.first_norm, Swapped)
         assert type(made.first_norm) is type(model.first_norm)
         assert made.again is made.first_norm
         with torch.no_grad():
@@ -477,7 +477,7 @@ def test_a_copy_computes_with_its_own_weight() -> None:
         assert torch.equal(model(IDS), before)
         assert unpatch(made) == 3
         assert type(made.first_norm) is norms.CastThenWeight
-        assert isinstance(model.first_norm, Accelerated)
+        assert isinstance(model.first_norm, Swapped)
 
 
 def saved(model: nn.Module) -> Any:

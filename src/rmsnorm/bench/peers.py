@@ -52,6 +52,8 @@ class LlamaNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` is ``(..., d)``."""
+        # Not a call of _llama_formula, which is the same: this peer is the module that models have,
+        # with its weight and eps looked up in the module and no call more than theirs.
         hidden = x.to(torch.float32)
         rstd = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (hidden * rstd).to(x.dtype)

@@ -26,9 +26,9 @@ from torch import nn
 from rmsnorm.bench.grid import SPECS, Cell, Limit, limits
 from rmsnorm.bench.limit import Arguments, Bind, Candidate, CellBuffers, Memory, copies
 from rmsnorm.bench.peers import Compiler, call_candidates, forward_candidates
+from rmsnorm.progress import Say
 
 Clock = Callable[[], int]
-Say = Callable[[str], None]
 
 # Where the two halves of the control's samples, or its samples and their median, differ by more
 # than this, something else used the machine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
     from rmsnorm.rewrite.inspect import Inspection
@@ -26,7 +28,17 @@ GENESIS = (
     "of the waters. And God said, Let there be light: and there was light."
 )
 
-Say = Callable[[str], None]
+
+def _parse_dtypes(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
+    from rmsnorm.models.load import DTYPES
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in DTYPES:
+            raise click.BadParameter(
+                f"{name!r}; expected some of {', '.join(DTYPES)}, separated by commas", ctx, param
+            )
+    return names
 
 
 @click.command()
@@ -36,6 +48,7 @@ Say = Callable[[str], None]
     "dtypes",
     default="float32",
     show_default=True,
+    callback=_parse_dtypes,
     help="Dtypes of the weights, separated by commas.",
 )
 @click.option(
@@ -55,7 +68,7 @@ Say = Callable[[str], None]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def inspect(
     model: str,
-    dtypes: str,
+    dtypes: list[str],
     text: Path | None,
     tokens: int,
     speed: bool,
@@ -69,14 +82,8 @@ def inspect(
     a copy, and the copy's logits are compared with the model's: the command exits with 1 unless
     they are identical, bit for bit, in prefill and in decoding with a key-value cache.
     """
-    from rmsnorm.models.load import DTYPES, ModelError
+    from rmsnorm.models.load import ModelError
 
-    names = [name.strip() for name in dtypes.split(",")]
-    unknown = [name for name in names if name not in DTYPES]
-    if unknown:
-        raise click.ClickException(
-            f"--dtype has {unknown[0]!r}; expected some of {', '.join(DTYPES)}, separated by commas"
-        )
     try:
         words = GENESIS if text is None else text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,10 +91,10 @@ def inspect(
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = []
-    for name in names:
+    for dtype in dtypes:
         try:
             with _progress() as say:
-                inspection = _inspect(model, name, words, tokens, speed, threads, say)
+                inspection = _inspect(model, dtype, words, tokens, speed, threads, say)
         except ModelError as error:
             raise click.ClickException(str(error)) from None
         found.append(inspection)
@@ -119,19 +126,14 @@ def _inspect(
     import torch
 
     from rmsnorm.models.load import load_model
-    from rmsnorm.rewrite.inspect import inspect_model
+    from rmsnorm.rewrite.inspect import inspect_model, token_ids
 
     if threads is not None:
         torch.set_num_threads(threads)
     loaded, tokenizer = load_model(model, dtype, say=say)
+    ids = token_ids(loaded, tokenizer, text, tokens)
     if tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        count = min(tokens, 58)  # as many as Genesis 1:1-3 has
-        vocabulary = loaded.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(vocabulary, (1, count), generator=generator)
         click.echo("note: the model has no tokenizer, so its tokens are random", err=True)
-    else:
-        ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]
     if ids.shape[1] < 2:
         raise click.ClickException("the text has fewer than 2 tokens")
     return inspect_model(loaded, ids, seconds=10.0 if speed else 0.0, say=say)
@@ -223,7 +225,7 @@ def _proof_table(inspection: Inspection) -> Table:
         off = f"[red]different, by up to {proof.max_abs_diff:.3g}[/]"
         table.add_row(what, str(tokens), "[green]identical, bit for bit[/]" if identical else off)
     wrong = f"off by up to {proof.wrong_max_abs_diff:.3g}"
-    if inspection.dtype in ("float32", "float64"):
+    if inspection.dtype == "float32":
         wrong += " (only half types tell the conventions apart)"
     table.add_row("prefill with the wrong convention", str(proof.prefill_tokens), wrong)
     return table

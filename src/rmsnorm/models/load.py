@@ -17,12 +17,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm.models.files import ModelError, check_gguf, check_safetensors
+from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "PACKAGED", "ModelError", "cache_folder", "load_model"]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rmsnorm.ops import transforms
 from rmsnorm.spec import NormSpec
 
 
@@ -238,11 +239,11 @@ def _all_in_range(total: Tensor, tiny: float) -> bool:
 
 def _is_plain_eager(x: Tensor) -> bool:
     """Whether the values of ``x`` can be looked at, here and now, without waiting for a device."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or transforms.in_jit_trace():
         return False
     return (
         x.device.type == "cpu"
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and type(x) in transforms.PLAIN
+        and not transforms.in_func_transform()
+        and not transforms.in_dispatch_mode()
     )

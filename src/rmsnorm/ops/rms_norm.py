@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rmsnorm.ops import composite, extension
 from rmsnorm.ops.composite import output_dtype
-from rmsnorm.ops.select import needs_composite
+from rmsnorm.ops.transforms import needs_composite
 from rmsnorm.spec import NormSpec, check_eps
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -93,7 +93,7 @@ def _composite_out(
 _library.impl("rms_norm", _composite, "CompositeExplicitAutograd")
 _library.impl("rms_norm.out", _composite_out, "CompositeExplicitAutograd")
 
-HAS_KERNELS = extension.load()
+extension.load()
 
 op = torch.ops.rmsnorm.rms_norm.default
 op_out = torch.ops.rmsnorm.rms_norm.out

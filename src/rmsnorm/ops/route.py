@@ -2,7 +2,7 @@
 
 * lists and floats: :mod:`rmsnorm.reference`, without torch;
 * NumPy arrays: wrapped, not copied, and computed as tensors;
-* tensors that need a derivative or carry a transform (see :mod:`rmsnorm.ops.select`):
+* tensors that need a derivative or carry a transform (see :mod:`rmsnorm.ops.transforms`):
   :mod:`rmsnorm.ops.composite`;
 * everything else: the operation ``torch.ops.rmsnorm.rms_norm``, whose kernel the device chooses.
 """

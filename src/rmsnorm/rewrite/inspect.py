@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops.route import rms_norm
-from rmsnorm.rewrite.patch import Entry, name_pattern, patch, spec_name
+from rmsnorm.progress import Say
+from rmsnorm.rewrite.patch import patch
 from rmsnorm.rewrite.probe import dtype_name
+from rmsnorm.rewrite.report import Entry, name_pattern, spec_name
 from rmsnorm.spec import NormSpec, Rounding
 
-Say = Callable[[str], None]
+# Of a model without a tokenizer: as many as a short text has.
+_RANDOM_TOKENS = 58
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,26 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """The findings as plain lists, strings and numbers, for JSON."""
         return {**asdict(self), "norms": self.norms, "swapped": self.swapped}
+
+
+def token_ids(model: Any, tokenizer: Any | None, text: str, most: int) -> Tensor:
+    """The ids of the first tokens of ``text``; random ones for a model without a tokenizer.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer, or ``None``.
+        text: any text.
+        most: how many tokens at most.
+
+    Returns:
+        (1, n) int64 with n <= ``most``; n may be too small for :func:`inspect_model`.
+    """
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        return torch.randint(vocabulary, (1, min(most, _RANDOM_TOKENS)), generator=generator)
+    ids: Tensor = tokenizer(text, return_tensors="pt")["input_ids"][:, :most]
+    return ids
 
 
 def inspect_model(
@@ -196,21 +219,25 @@ def _wrong(model: nn.Module, entries: Sequence[Entry]) -> nn.Module:
         spec = entry.spec
         assert spec is not None  # it was swapped
         other: Rounding = "before_weight" if spec.rounding == "after_weight" else "after_weight"
-        tensors = {name: getattr(module, name) for name in entry.tensors}
-        if entry.shape is not None:
-            tensors = {name: tensor.reshape(entry.shape) for name, tensor in tensors.items()}
-        bias = tensors.pop("bias", None)
         module.register_forward_hook(
             functools.partial(
                 _recompute,
-                weight=next(iter(tensors.values()), None),
-                bias=bias,
+                weight=_operand(module, entry.weight, entry.shape),
+                bias=_operand(module, entry.bias, entry.shape),
                 eps=entry.eps,
                 spec=replace(spec, rounding=other),
             ),
             with_kwargs=True,
         )
     return twin
+
+
+def _operand(module: nn.Module, name: str | None, shape: tuple[int, ...] | None) -> Tensor | None:
+    """The weight or bias of that name, without leading dimensions of 1."""
+    if name is None:
+        return None
+    tensor: Tensor = getattr(module, name)
+    return tensor if shape is None else tensor.reshape(shape)
 
 
 def _recompute(

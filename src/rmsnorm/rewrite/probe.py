@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from rmsnorm.spec import NormSpec
 
+# Of every random probe: a module is asked the same each time, so its verdict does not change.
+SEED = 20191007
+
 Store = Literal["parameter", "buffer", "attribute"]
 
 # A norm has a weight, perhaps a bias, perhaps a buffer that it ignores; BatchNorm has four.

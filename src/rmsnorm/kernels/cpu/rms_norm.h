@@ -143,18 +143,19 @@ typename Vec::Scalar sum_of_squares(const RowReader<Vec, X, Strided>& row, std::
     return T(0) + (((acc[0] + acc[1]) + acc[2]) + acc[3]);
   }
 
+  // The compiler's own vectors, since L lanes need not be a register of the instruction set. Left
+  // to itself it would take the additions of single lanes apart, to follow them with the sum.
+  using Lanes __attribute__((vector_size(kLanes * sizeof(T)))) = T;
   const std::int64_t steps = width / Acc::kStep;
-  alignas(64) T lanes[Acc::kStep];
-  cascade(row, steps).store(lanes);
-
-  T* total = lanes;  // accumulator 0
+  alignas(64) Lanes acc[4];
+  cascade(row, steps).store(reinterpret_cast<T*>(acc));
   std::int64_t i = steps * Acc::kStep;
   for (; i + kLanes <= width; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) total[lane] += square(i + lane);
+    Lanes squares;
+    for (int lane = 0; lane < kLanes; ++lane) squares[lane] = square(i + lane);
+    acc[0] += squares;
   }
-  for (int j = 1; j < 4; ++j) {
-    for (int lane = 0; lane < kLanes; ++lane) total[lane] += lanes[j * kLanes + lane];
-  }
+  const Lanes total = ((acc[0] + acc[1]) + acc[2]) + acc[3];
   T sum = 0;
   for (; i < width; ++i) sum += square(i);
   for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];

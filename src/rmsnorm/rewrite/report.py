@@ -1,0 +1,176 @@
+"""What :func:`rmsnorm.patch` did with each norm of a model, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rmsnorm.rewrite.probe import dtype_name
+from rmsnorm.spec import NormSpec, specs
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of a :class:`PatchReport`.
+
+    Args:
+        name: the module's name in the model.
+        cls: the name of its class.
+        spec: its convention, or ``None`` if that was not found.
+        eps: the eps it uses now.
+        shape: the normalised dimensions, or ``None`` if it takes rows of any width.
+        dtype: of its weight, or of the model where it has none.
+        swapped: whether this package computes it now.
+        reason: why it was left; empty where swapped.
+        bit_identical: whether every probe gave the module's own bits.
+        weight: the name of its weight among its attributes, or ``None``.
+        bias: the name of its bias, or ``None``.
+    """
+
+    name: str
+    cls: str
+    spec: NormSpec | None
+    eps: float | None
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    swapped: bool
+    reason: str
+    bit_identical: bool
+    weight: str | None = None
+    bias: str | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of its weight and bias, as far as it has them."""
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry in types that JSON has."""
+        return {
+            "name": self.name,
+            "cls": self.cls,
+            "spec": None if self.spec is None else spec_name(self.spec),
+            "encoded_spec": None if self.spec is None else self.spec.encode(),
+            "eps": self.eps,
+            "shape": None if self.shape is None else list(self.shape),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "swapped": self.swapped,
+            "reason": self.reason,
+            "bit_identical": self.bit_identical,
+            "tensors": list(self.tensors),
+        }
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What :func:`rmsnorm.patch` did. ``str()`` is a table, equal layers in one line.
+
+    Args:
+        entries: one for each norm, in the model's order.
+    """
+
+    entries: tuple[Entry, ...] = ()
+
+    @property
+    def swapped(self) -> list[Entry]:
+        """The norms that this package computes now."""
+        return [entry for entry in self.entries if entry.swapped]
+
+    @property
+    def left(self) -> list[Entry]:
+        """The norms, and what is called a norm, that stayed as they were."""
+        return [entry for entry in self.entries if not entry.swapped]
+
+    def parameter_names(self) -> list[str]:
+        """The names of the weights and biases of the swapped norms: those without weight decay."""
+        return [
+            f"{entry.name}.{tensor}" if entry.name else tensor
+            for entry in self.swapped
+            for tensor in entry.tensors
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in types that JSON has."""
+        return {
+            "swapped": len(self.swapped),
+            "left": len(self.left),
+            "entries": [entry.to_dict() for entry in self.entries],
+        }
+
+    def __str__(self) -> str:
+        head = f"{len(self.swapped)} norms swapped, {len(self.left)} left"
+        if not self.entries:
+            return head
+        header = ("count", "module", "class", "spec", "eps", "shape", "dtype", "result")
+        rows = [header, *(_row(count, name, entry) for count, name, entry in _grouped(self))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([head, *lines])
+
+
+def spec_name(spec: NormSpec) -> str:
+    """The spec's name, or what parts it from the named spec that is nearest.
+
+    Example:
+        >>> spec_name(replace(specs.llama, eps=1e-5)), spec_name(replace(specs.llama, groups=4))
+        ('llama', 'llama with groups=4')
+    """
+    name = specs.name_of(spec)
+    if name is not None:
+        return name
+    best: list[str] | None = None
+    for candidate in specs:
+        differences = [
+            f"{key}={getattr(spec, key)}"
+            for key in spec.__dataclass_fields__
+            if key != "eps" and getattr(spec, key) != getattr(specs[candidate], key)
+        ]
+        if best is None or len(differences) < len(best) - 1:
+            best = [candidate, *differences]
+    assert best is not None
+    return f"{best[0]} with {', '.join(best[1:])}"
+
+
+def _grouped(report: PatchReport) -> Iterator[tuple[int, str, Entry]]:
+    """Entries that differ only in the numbers of their names, counted."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in report.entries:
+        groups.setdefault((name_pattern(entry.name), replace(entry, name="")), []).append(entry)
+    for (pattern, _), entries in groups.items():
+        name = entries[0].name if len(entries) == 1 else pattern
+        yield len(entries), name or "(the model)", entries[0]
+
+
+def name_pattern(name: str) -> str:
+    """The name of a module with ``*`` for the numbers in it: the same for all layers of a model.
+
+    Example:
+        >>> name_pattern("layers.11.norm")
+        'layers.*.norm'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _row(count: int, name: str, entry: Entry) -> tuple[str, ...]:
+    if entry.swapped:
+        result = "swapped, bit-identical" if entry.bit_identical else "swapped, within tolerance"
+    else:
+        result = f"left: {entry.reason}"
+    any_width = "any" if entry.swapped else "-"
+    eps = entry.eps
+    return (
+        str(count),
+        name,
+        entry.cls,
+        "-" if entry.spec is None else spec_name(entry.spec),
+        "-" if entry.spec is None else "machine" if eps is None else f"{eps:.6g}",
+        any_width if entry.shape is None else "x".join(map(str, entry.shape)),
+        "-" if entry.dtype is None else dtype_name(entry.dtype),
+        result,
+    )

@@ -1,0 +1,145 @@
+"""Changing the class of a module to one that computes a :class:`~rmsnorm.rewrite.plan.Plan`.
+
+A swapped module keeps its identity, parameters, hooks and attributes; only its class changes, to a
+subclass of its own class that is made here and has its name. So ``isinstance`` holds, a deep copy
+computes with its own weight, and a pickle names the original class and is swapped again on loading.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rmsnorm.ops import rms_norm as operation
+from rmsnorm.rewrite.plan import Plan
+from rmsnorm.rewrite.probe import NotProvenError, original_class
+
+_PLAN = "_rmsnorm_plan"
+
+
+class Swapped:
+    """Marks the classes of swapped modules; see :func:`_swapped_class`."""
+
+    __slots__ = ()
+    _rmsnorm_original: ClassVar[type[nn.Module]]
+
+
+def plan_of(module: nn.Module) -> Plan | None:
+    """The plan of a swapped module; ``None`` if it has none, or if a change has made it void."""
+    plan: Plan | None = module.__dict__.get(_PLAN)
+    return plan
+
+
+def swap(module: nn.Module, plan: Plan) -> None:
+    """Let ``module``, swapped or not, compute ``plan``.
+
+    Raises:
+        NotProvenError: its class forbids it.
+    """
+    try:
+        object.__setattr__(module, "__class__", _swapped_class(original_class(module)))
+    except TypeError as error:
+        raise NotProvenError("its class cannot be subclassed in place", is_norm=True) from error
+    module.__dict__[_PLAN] = plan
+    if plan.had_forward:
+        module.__dict__.pop("forward", None)
+
+
+def restore(module: nn.Module) -> bool:
+    """Give ``module`` its own class and forward back; whether it was swapped."""
+    if not isinstance(module, Swapped):
+        return False
+    plan = module.__dict__.pop(_PLAN, None)
+    original = original_class(module)
+    swapped: type[nn.Module] = type(module)
+    if swapped is _classes.get(original):
+        object.__setattr__(module, "__class__", original)
+    # Wrappers that were put around the swapped forward keep a bound method of it.
+    for name, value in list(module.__dict__.items()):
+        if (
+            isinstance(value, types.MethodType)
+            and value.__self__ is module
+            and value.__func__ is swapped.forward
+        ):
+            module.__dict__[name] = types.MethodType(original.forward, module)
+    if plan is not None and plan.had_forward:
+        module.__dict__["forward"] = types.MethodType(original.forward, module)
+    return True
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``original`` whose forward is this package's where that is proven.
+
+    ``original`` stays the first base: Python lets an instance change to a class only if both have
+    the same line of first bases.
+    """
+    if original in _classes:
+        return _classes[original]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A bound method that outlived unpatch() finds no plan.
+        plan = getattr(self, _PLAN, None)
+        if plan is not None:
+            x = None
+            if not kwargs and len(args) == 1:
+                x = args[0]
+            elif not args and len(kwargs) == 1:
+                x = kwargs.get(plan.argument)
+            if x is not None:
+                operands = plan.operands(self, x)
+                if operands is not None:
+                    weight, bias, eps = operands
+                    return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
+        return original.forward(self, *args, **kwargs)
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        original.__setattr__(self, name, value)
+        plan = plan_of(self)
+        if plan is not None and plan.is_void_with(name, value):
+            self.__dict__[_PLAN] = None
+
+    def extra_repr(self: nn.Module) -> str:
+        inner = original.extra_repr(self)
+        plan = plan_of(self)
+        note = "changed since patch(), own code" if plan is None else str(plan)
+        return f"{inner}, rmsnorm: {note}" if inner else f"rmsnorm: {note}"
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
+        if isinstance(reduced, tuple) and getattr(reduced[0], "__name__", "") == "__newobj__":
+            cls, *arguments = reduced[1]
+            if cls is type(self):
+                return (_remake, (original, *arguments), *reduced[2:])
+        return reduced
+
+    forward.__qualname__ = f"{original.__qualname__}.forward"
+    forward.__doc__ = original.forward.__doc__
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__setattr__": set_attribute,
+        "__reduce_ex__": reduce_ex,
+        "_rmsnorm_original": original,
+        "extra_repr": extra_repr,
+        "forward": forward,
+    }
+    # Made beside the original and then moved under it, so that the original's __init_subclass__,
+    # which may register what it sees, does not see this class.
+    metaclass: Any = type(original)
+    made: type[nn.Module] = metaclass(original.__name__, (nn.Module, Swapped), namespace)
+    made.__bases__ = (original, Swapped)
+    _classes[original] = made
+    return made
+
+
+def _remake(original: type[nn.Module], *arguments: Any) -> nn.Module:
+    """An empty swapped module, for pickle and copy, which fill it."""
+    cls = _swapped_class(original)
+    made: nn.Module = cls.__new__(cls, *arguments)
+    return made
