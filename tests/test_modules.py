@@ -238,3 +238,15 @@ def test_refused_inputs() -> None:
 def test_no_width_and_no_rows() -> None:
     assert RMSNorm(0)(torch.ones(3, 0)).shape == (3, 0)
     assert RMSNorm(8)(torch.ones(0, 8)).shape == (0, 8)
+
+
+def test_traces_as_torchs_own_does() -> None:
+    norm, x = RMSNorm(8, eps=1e-6), torch.randn(3, 8)
+    assert torch.equal(torch.jit.trace(norm, (x,))(x), norm(x))
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), norm))
+    assert torch.equal(graph(x), norm(graph.get_submodule("0")(x)))
+
+
+def test_refuses_dtypes_that_have_no_norm() -> None:
+    with pytest.raises(TypeError, match="float8"):
+        RMSNorm(8, dtype=torch.float8_e4m3fn)

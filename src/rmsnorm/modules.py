@@ -77,8 +77,7 @@ class RMSNorm(nn.Module):
         self.spec.width(math.prod(self.normalized_shape))  # refuses groups that do not fit
         if elementwise_affine:
             weight = torch.empty(self.normalized_shape, device=device, dtype=dtype)
-            if not weight.is_floating_point():
-                raise TypeError(f"dtype is {weight.dtype}; expected a floating-point dtype")
+            operation.check_floating("weight", weight)
             self.weight = nn.Parameter(weight)
         else:
             self.register_parameter("weight", None)

@@ -630,3 +630,68 @@ def test_cpu_isa_is_a_name() -> None:
 def test_same_result_as_torch() -> None:
     x = torch.randn(2, 3, 8)
     assert same_bits(rms_norm(x, W), F.rms_norm(x, (8,), W))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd"])
+def test_a_compiled_function_transform_has_the_derivative(transform: str) -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
+    def ours(x: Tensor) -> Tensor:
+        return rms_norm(x, weight, 1e-6).sin().sum()
+
+    def plain(x: Tensor) -> Tensor:
+        return F.rms_norm(x, (8,), weight, 1e-6).sin().sum()
+
+    take = getattr(torch.func, transform)
+    compiled = torch.compile(take(ours), backend="aot_eager")
+    torch.testing.assert_close(compiled(x), take(plain)(x))
+
+
+def test_out_tells_autograd_that_it_was_written() -> None:
+    a, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
+    loss = (a * weight).sum()
+    with torch.no_grad():
+        rms_norm(a, out=a)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_out_is_no_inference_tensor_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        out = torch.empty(3, 8)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        rms_norm(torch.randn(3, 8), out=out)
+    with torch.inference_mode():
+        rms_norm(torch.ones(3, 8), eps=0.0, out=out)
+        assert torch.equal(out, torch.ones(3, 8))
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="copy_ refuses such an out in its own words")
+def test_out_is_not_expanded() -> None:
+    with pytest.raises(RuntimeError, match="expanded"):
+        rms_norm(torch.randn(3, 8), out=torch.empty(8).expand(3, 8))
+
+
+def test_masked_arrays_are_refused() -> None:
+    x = np.ma.masked_array(np.ones((2, 4), np.float32), mask=np.eye(2, 4))
+    with pytest.raises(TypeError, match="masked"):
+        rms_norm(x)
+
+
+@pytest.mark.parametrize("spec", ["offset=5", "offset=nan", "gate=xyz", "gate_order=zz", "eps=-1"])
+def test_the_operation_refuses_a_spec_that_normspec_refuses(spec: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match="NormSpec"):
+        op(torch.ones(2, 4), None, None, None, spec, 1)
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="plain torch operations follow the thread's mode")
+def test_flushing_subnormals_does_not_depend_on_the_thread() -> None:
+    x = torch.randn(4096, 64)
+    x[:, 1] = 1e-40
+    expected = rms_norm(x, eps=1.0)
+    assert expected[0, 1] != 0.0
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(rms_norm(x, eps=1.0).view(torch.int32), expected.view(torch.int32))
+    finally:
+        torch.set_flush_denormal(False)

@@ -189,6 +189,9 @@ def _check_is_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor")
 
 
+torch.fx.wrap("forward")  # torch.fx.symbolic_trace records the call, as for a torch function
+
+
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -235,7 +238,12 @@ def forward(
             check_out(out, x, weight, spec)
             result = out.copy_(op(x, weight, bias, eps, spec.encode(), ndim))
         else:
+            if out.is_inference() and not torch.is_inference_mode_enabled():
+                raise RuntimeError("out is an inference tensor: only inference mode may change it")
             result = op_out(x, weight, bias, eps, spec.encode(), ndim, out=out)
+            if not out.is_inference():
+                # Autograd must notice that what it may have saved has changed.
+                torch.autograd.graph.increment_version(out)
         return result
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         # The checks cost as much as a small call, so they run only once something is wrong: they

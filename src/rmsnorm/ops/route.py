@@ -203,6 +203,10 @@ def _arrays(
             return None
         if not isinstance(array, np.ndarray):
             raise TypeError(f"x is a NumPy array but {name} is a {type(array).__name__}")
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array; fill it first, since no element is left out"
+            )
         if array.dtype not in (np.float16, np.float32, np.float64):
             raise TypeError(f"{name} is {array.dtype}; expected float16, float32 or float64")
         if name == "out" and not array.flags.writeable:

@@ -30,6 +30,8 @@ def needs_composite(x: Tensor, weight: Tensor | None, bias: Tensor | None = None
         >>> needs_composite(x, None), needs_composite(x.detach(), None)
         (True, False)
     """
+    if in_jit_trace():
+        return True  # the trace is checked, and used, with and without gradients
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -37,7 +39,7 @@ def needs_composite(x: Tensor, weight: Tensor | None, bias: Tensor | None = None
     ):
         return True
     if torch.compiler.is_compiling():
-        return False  # the tracer has unwrapped subclasses and transforms by itself
+        return _traced_in_func_transform() or in_forward_mode()  # subclasses are unwrapped by now
     if in_func_transform() or in_forward_mode():
         return True
     if (
@@ -56,6 +58,12 @@ def needs_composite(x: Tensor, weight: Tensor | None, bias: Tensor | None = None
 def in_func_transform() -> bool:
     """Inside ``torch.func``'s vmap, grad or jvp: a tensor may stand for many, or carry more."""
     return peek_interpreter_stack() is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced_in_func_transform() -> bool:
+    """The same while ``torch.compile`` traces, which cannot look into the private function."""
+    return in_func_transform()
 
 
 def in_forward_mode() -> bool:

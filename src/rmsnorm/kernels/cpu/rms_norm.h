@@ -179,8 +179,8 @@ T inverse_rms(const ForwardCall& call, T sum) {
   return T(1) / square_root(ms + eps);
 }
 
-// Full subnormal arithmetic while in scope, whatever mode the caller's thread is in. Only rows that
-// are redone need it: others do not lose more than eager PyTorch does in that mode.
+// Full subnormal arithmetic while in scope, whatever mode the caller's thread is in: the threads of
+// a pool may be in different ones, and a row must not depend on which of them takes it.
 class KeepSubnormals {
  public:
 #if defined(__x86_64__)
@@ -372,7 +372,7 @@ void finish_slowly(const ForwardCall& call, std::int64_t begin, std::int64_t end
 }
 
 // Computes a row that is out of range; false if it is not finite, or 0/0, and the formula holds as
-// it is. Never inlined, so that none of its arithmetic can move out of the scope of KeepSubnormals.
+// it is. Never inlined, since it is rare.
 template <class T, class Reader>
 [[gnu::noinline]] bool redo(const ForwardCall& call, const Reader& reader, std::int64_t column,
                             std::int64_t count, std::int64_t row) {
@@ -595,7 +595,6 @@ void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end)
     for (int i = 0; i < count; ++i) {
       const Part& current = block[i];
       if (__builtin_expect(out_of_range<T>(call, current.sum), 0)) {
-        const KeepSubnormals keep;
         if (redo<T>(call, current.reader, current.column, part, current.row)) continue;
       }
       if constexpr (!Strided) {
@@ -615,8 +614,9 @@ void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end)
   if (call.stream) Vec::fence();
 }
 
+// Never inlined, so that no arithmetic can move out of the scope of its caller's KeepSubnormals.
 template <class Isa, class X>
-void forward_of(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+[[gnu::noinline]] void forward_of(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
   if constexpr (std::is_same_v<X, double>) {
     if (call.compute == DType::f32) {
       forward_rows<typename Isa::F32, X, true>(call, begin, end);
@@ -636,6 +636,7 @@ void forward_of(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
 
 template <class Isa>
 void forward(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+  const KeepSubnormals keep;
   switch (call.x_type) {
     case DType::f32:
       return forward_of<Isa, float>(call, begin, end);
@@ -676,8 +677,8 @@ void prepare(const W* weight, std::int64_t count, double offset, To* result) {
 }
 
 template <class Isa, class W>
-void prepare_of(const W* weight, std::int64_t count, double offset, DType compute, DType to,
-                void* result) {
+[[gnu::noinline]] void prepare_of(const W* weight, std::int64_t count, double offset, DType compute,
+                                  DType to, void* result) {
   if (to == DType::f32) {
     prepare<typename Isa::F32>(weight, count, offset, static_cast<float*>(result));
   } else if (compute == DType::f32) {
@@ -690,6 +691,7 @@ void prepare_of(const W* weight, std::int64_t count, double offset, DType comput
 template <class Isa>
 void prepare_weight(DType type, const void* weight, std::int64_t count, double offset,
                     DType compute, DType to, void* result) {
+  const KeepSubnormals keep;
   switch (type) {
     case DType::f32:
       return prepare_of<Isa>(static_cast<const float*>(weight), count, offset, compute, to, result);

@@ -54,7 +54,9 @@ bool set_field(Spec& spec, std::string_view name, std::string_view value) {
   }
   if (name == "eps_in") return choose(value, kEpsIn, spec.eps_in);
   if (name == "reduce") return choose(value, kReduce, spec.mean);
-  if (name == "offset") return parse_number(value, spec.offset);
+  if (name == "offset") {
+    return parse_number(value, spec.offset) && (spec.offset == 0.0 || spec.offset == 1.0);
+  }
   if (name == "accumulate") return choose(value, kAccumulate, spec.accumulate_input);
   if (name == "rounding") return choose(value, kRounding, spec.rounding);
   if (name == "output") return choose(value, kOutput, spec.output);
@@ -62,7 +64,9 @@ bool set_field(Spec& spec, std::string_view name, std::string_view value) {
   if (name == "partial") {
     return parse_number(value, spec.partial) && spec.partial > 0.0 && spec.partial <= 1.0;
   }
-  return name == "gate" || name == "gate_order";  // of the gated operation
+  // Of the gated operation: this one does not look at them.
+  if (name == "gate") return value == "None" || value == "silu" || value == "sigmoid";
+  return name == "gate_order" && (value == "before" || value == "after");
 }
 
 Spec parse(std::string_view text) {

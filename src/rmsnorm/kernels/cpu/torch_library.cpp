@@ -317,6 +317,10 @@ void check_out(const View& out, const View& x, DType y_type) {
   bool same = out.rank == x.rank;
   for (std::int64_t dim = 0; same && dim < x.rank; ++dim) same = out.size[dim] == x.size[dim];
   STD_TORCH_CHECK(same, "rms_norm: out has shape ", out.shape(), "; expected ", x.shape());
+  for (std::int64_t dim = 0; dim < out.rank; ++dim) {
+    STD_TORCH_CHECK(out.size[dim] <= 1 || out.stride[dim] != 0,
+                    "rms_norm: out is expanded: several of its elements share one place in memory");
+  }
 }
 
 // Gives the call its weight: as it is where a kernel reads that, else widened.
