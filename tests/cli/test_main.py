@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -89,6 +90,133 @@ def test_text_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_bytes(b"\xff\xfe\xff")
     assert main(["inspect", "--text", str(path)]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_text_without_an_end(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if Path("/dev/urandom").exists():
+        assert main(["inspect", "--text", "/dev/urandom"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: --text /dev/urandom cannot be read: ")
+        assert err.count("\n") == 1
+    path = tmp_path / "text"
+    # The limit is in the middle of a character.
+    path.write_text("a" + "ä" * 2**20, encoding="utf-8")
+    arguments = ["inspect", str(tiny_llama), "--tokens", "4", "--no-speed", "--text", str(path)]
+    assert main(arguments) == 0
+    assert f"note: only the first 1 MiB of {path} are read\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nosuchuser/x"])
+def test_path_that_cannot_be_looked_up(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", name]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {name}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["inspect no/such", "bench --quick", "--version"])
+def test_closed_stdout(command: str) -> None:
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m rmsnorm {command} >&-', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (2, "error: stdout is closed\n")
+
+
+def test_closed_stderr() -> None:
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m rmsnorm inspect no/such 2>&-', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_full_disk(as_json: bool, tiny_llama: Path) -> None:
+    arguments = ["inspect", str(tiny_llama), "--tokens", "4", "--no-speed"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "rmsnorm", *arguments, *["--json"] * as_json],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 2
+    note, *error = result.stderr.splitlines()
+    assert note.startswith("note: ")
+    assert error == ["error: No space left on device"]
+
+
+def test_error_while_printing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["--version"]) == 2
+    assert capsys.readouterr().err == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "FOLDER"], "it is a folder"),
+        (["--json", "FOLDER/no/such"], "its folder does not exist"),
+        (["--json", "FOLDER/" + "x" * 300], "File name too long"),
+        (["--shape", "99999999x99999999"], "GiB are available"),
+        (["--shape", "1x576", "--shape", "1x99999999999999999999"], "GiB are available"),
+    ],
+)
+def test_bench_is_refused_before_it_runs(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import rmsnorm.cli.bench as bench_module
+
+    def run(*_: Any) -> bool:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(bench_module, "_run", run)
+    monkeypatch.setattr(bench_module, "_available_bytes", lambda: 2**34)
+    arguments = [argument.replace("FOLDER", str(tmp_path)) for argument in arguments]
+    assert main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_bench_check_exits_with_1_when_a_cell_loses(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rmsnorm.cli.bench as bench_module
+
+    monkeypatch.setattr(bench_module, "_run", lambda *_: lost)
+    assert main(["bench", "--shape", "1x576"]) == 0
+    assert main(["bench", "--shape", "1x576", "--check"]) == int(lost)
+
+
+def test_available_memory() -> None:
+    from rmsnorm.cli.bench import _available_bytes
+
+    available = _available_bytes()
+    assert available is None or available > 2**20
 
 
 def test_inspect_json(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,8 @@ def written(path: Path, content: bytes) -> Path:
 
 
 def test_whole_safetensors_file(tmp_path: Path) -> None:
-    check_safetensors(written(tmp_path / "a.safetensors", safetensors()))
+    shapes = check_safetensors(written(tmp_path / "a.safetensors", safetensors()))
+    assert shapes == {"w": (2, 3)}
 
 
 @pytest.mark.parametrize("length", [0, 5, 8, 30, len(safetensors()) - 24, len(safetensors()) - 1])
@@ -73,6 +74,7 @@ def test_safetensors_file_with_more_than_its_header_says(tmp_path: Path) -> None
         struct.pack("<Q", 4) + b"null",
         struct.pack("<Q", 2) + b"\xff\xfe",
         struct.pack("<Q", 8) + b'{"w": 1}',
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
     ],
 )
 def test_other_content_as_safetensors(tmp_path: Path, content: bytes) -> None:

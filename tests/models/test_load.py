@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,110 @@ def test_weights_that_are_missing_from_the_file(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks weights of its model: model\.norm\.weight"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("tensors", [{}, {"lm_head.weight": torch.zeros(4, 4)}])
+@pytest.mark.parametrize("quantised", [{}, {"quantization_config": {"quant_method": "gptq"}}])
+def test_large_model_without_its_weights(
+    folder: Path,
+    tensors: dict[str, Any],
+    quantised: dict[str, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from safetensors.torch import save_file
+
+    def from_pretrained(*_: object, **__: object) -> None:
+        raise AssertionError("memory would be taken for it")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **quantised}))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"lacks weights of its model: model\.embed_tokens\.weight"
+    ):
+        load_model(folder)
+
+
+def test_weights_of_another_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10**9}))
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight of shape \(1000000000, 32\)"):
+        load_model(folder)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_weights_under_names_that_transformers_changes(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) != set(model.state_dict())
+    again, _ = load_model(tmp_path)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_tokenizer_error_is_told_in_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_pretrained(*_: object, **__: object) -> None:
+        raise ValueError("It cannot be read.\n\n  Install sentencepiece.")
+
+    (folder / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelError, match=r"loaded: It cannot be read\. Install sentencepiece\.$"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.gguf"])
+def test_file_that_may_not_be_read(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    open_file = Path.open
+
+    def open_other(self: Path, *arguments: Any, **settings: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return open_file(self, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "open", open_other)
+    # Python before 3.14 reads text through io.open.
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: open_other(self).read())
+    with pytest.raises(ModelError, match=rf"{name} cannot be read: Permission denied$"):
+        load_model(folder / name if name.endswith(".gguf") else folder)
+
+
+def test_path_that_cannot_be_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"^x{300} (cannot be read|does not exist)"):
+        load_model("x" * 300)
+    with pytest.raises(ModelError, match=r"^~nosuchuser/x: there is no such user"):
+        load_model("~nosuchuser/x")
+    monkeypatch.setenv("RMSNORM_CACHE", "~nosuchuser/cache")
+    with pytest.raises(ModelError, match=r"^~nosuchuser/cache: there is no such user"):
+        load.cache_folder()
 
 
 def test_shards(folder: Path) -> None:

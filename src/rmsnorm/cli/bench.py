@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import cast
@@ -84,11 +86,58 @@ def bench(
         raise click.UsageError("--calls measures fixed cells; it takes no other selection")
     if not selected:
         cells = call_cells() + ([] if calls else cells)
-    if json_path not in (None, "-") and not Path(json_path).absolute().parent.is_dir():
-        raise click.BadParameter(f"{json_path!r}: its folder does not exist", param_hint="'--json'")
+    if json_path is not None and json_path != "-":
+        _check_writable(Path(json_path))
+    if shapes:
+        _check_memory(cells)
     lost = _run(cells, quick, not no_compile, json_path, threads)
     if check and lost:
-        raise SystemExit(1)
+        click.get_current_context().exit(1)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuses a path that the results could not be written to, before they are measured."""
+    with contextlib.suppress(FileNotFoundError):
+        path.stat()  # raises for a name that no file can have
+    reason = None
+    if not path.absolute().parent.is_dir():
+        reason = "its folder does not exist"
+    elif path.is_dir():
+        reason = "it is a folder"
+    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        reason = "it cannot be written"
+    if reason is not None:
+        raise click.BadParameter(f"{str(path)!r}: {reason}", param_hint="'--json'")
+
+
+def _check_memory(cells: list[Cell]) -> None:
+    """Refuses a shape whose buffers, and what the peers allocate, would not fit in memory."""
+    available = _available_bytes()
+    if available is None:
+        return
+    for cell in cells:
+        buffers = 2 if cell.buffers == "rotating" else 1
+        tensors = buffers * (2 if cell.output == "given" else 1)
+        # A model's own norm makes two float32 tensors and one result on its way.
+        needed = tensors * cell.nbytes + 2 * 4 * cell.rows * cell.d + cell.nbytes
+        if needed > available:
+            raise click.BadParameter(
+                f"{cell.shape} in {cell.dtype} needs {needed / 2**30:.1f} GiB of memory; "
+                f"{available / 2**30:.1f} GiB are available",
+                param_hint="'--shape'",
+            )
+
+
+def _available_bytes() -> int | None:
+    """The memory that can be had without swapping; ``None`` where the system does not tell."""
+    try:
+        with Path("/proc/meminfo").open() as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import platform
 import sys
@@ -27,6 +28,10 @@ GENESIS = (
     "void; and darkness was upon the face of the deep. And the Spirit of God moved upon the face "
     "of the waters. And God said, Let there be light: and there was light."
 )
+
+
+# More than any model's context takes; a device or a pipe may never end.
+_MOST_TEXT = 1 << 20
 
 
 def _parse_dtypes(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
@@ -84,11 +89,7 @@ def inspect(
     """
     from rmsnorm.models.load import ModelError
 
-    try:
-        words = GENESIS if text is None else text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.ClickException(f"--text {text} cannot be read: {error}") from None
-
+    words = GENESIS if text is None else _read_text(text)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = []
     for dtype in dtypes:
@@ -111,6 +112,21 @@ def inspect(
         }
         print(json.dumps(document, indent=2))
     return 0 if proven else 1
+
+
+def _read_text(path: Path) -> str:
+    """The beginning of the file, at most ``_MOST_TEXT`` bytes of it."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_TEXT + 1)
+        cut = len(content) > _MOST_TEXT
+        # The cut may fall within a character, which is then left out.
+        text = codecs.getincrementaldecoder("utf-8")().decode(content[:_MOST_TEXT], final=not cut)
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"--text {path} cannot be read: {error}") from None
+    if cut:
+        click.echo(f"note: only the first {_MOST_TEXT >> 20} MiB of {path} are read", err=True)
+    return text
 
 
 def _inspect(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -51,12 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         rmsnorm, version 0.1.0
         0
     """
+    # Python leaves the streams out that were closed when it started.
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        print("error: stdout is closed", file=sys.stderr)
+        return 2
     # What is asked of transformers is local; without this it may still look for updates.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         code = _rmsnorm.main(
             args=None if argv is None else list(argv), prog_name="rmsnorm", standalone_mode=False
         )
+        sys.stdout.flush()  # here, while a failure can still be reported
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
@@ -67,7 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone; what is left to flush at exit has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # its reader is gone
         return 1
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        print(f"error: {what}{error.strerror or error}", file=sys.stderr)
+        _discard_output()
+        return 2
     return code if isinstance(code, int) else 0
+
+
+def _discard_output() -> None:
+    """Sends what is left to flush to nowhere: at exit, flushing would fail once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # a stream without a file descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,11 +19,12 @@ class ModelError(ValueError):
     """A model that cannot be loaded; the message says which, and why."""
 
 
-def check_safetensors(path: Path) -> None:
-    """Checks that ``path`` is a safetensors file with all of its data.
+def check_safetensors(path: Path) -> dict[str, tuple[int, ...]]:
+    """Checks that ``path`` is a safetensors file with all of its data; the shapes of its tensors.
 
     Raises:
         ModelError: it is another kind of file, or shorter than its header says.
+        OSError: it cannot be read.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -37,17 +38,18 @@ def check_safetensors(path: Path) -> None:
             raise ModelError(f"{path} {what}: its header takes {length} bytes, it has {size - 8}")
         try:
             header = json.loads(file.read(length))
-            ends = [
-                int(entry["data_offsets"][1])
-                for name, entry in header.items()
-                if name != "__metadata__"
-            ]
-        except (ValueError, TypeError, AttributeError, LookupError):
+            header.pop("__metadata__", None)
+            ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+            shapes = {
+                name: tuple(int(size) for size in entry["shape"]) for name, entry in header.items()
+            }
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             raise ModelError(f"{path} is not a safetensors file: its header is not valid") from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         what = "is truncated" if size < expected else "has bytes after its data"
         raise ModelError(f"{path} {what}: its header describes {expected} bytes, it has {size}")
+    return shapes
 
 
 def check_gguf(path: Path) -> None:
@@ -56,6 +58,7 @@ def check_gguf(path: Path) -> None:
     Raises:
         ModelError: it is another kind of file, of an unknown version or tensor type, or shorter
             than its header says.
+        OSError: it cannot be read.
     """
     from gguf.constants import GGML_QUANT_SIZES
 

@@ -14,7 +14,9 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -82,8 +84,8 @@ def load_model(
         ``None`` where the folder holds no tokenizer.
 
     Raises:
-        ModelError: nothing is there, it is damaged, it is of an unknown kind, or a package that it
-            needs is not installed.
+        ModelError: nothing is there, it cannot be read, it is damaged, it is of an unknown kind, or
+            a package that it needs is not installed.
 
     Example:
         >>> load_model("no/such/folder")
@@ -95,9 +97,18 @@ def load_model(
     say = say or (lambda _: None)
     dtype_name = _dtype_name(dtype)
     name = os.fspath(name_or_path)
+    try:
+        return _load(name, dtype_name, say)
+    except OSError as error:
+        raise ModelError(
+            f"{error.filename or name} cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def _load(name: str, dtype_name: str, say: Say) -> tuple[Any, Any]:
     if name in PACKAGED:
         return _load_folder(_packaged_folder(PACKAGED[name], say), dtype_name, say)
-    path = Path(name).expanduser()
+    path = _expanded(name)
     if not path.exists():
         raise ModelError(
             f"{name} does not exist; expected a folder, a GGUF file, or one of the names "
@@ -113,6 +124,9 @@ def load_model(
 def cache_folder() -> Path:
     """The folder where converted models are kept.
 
+    Raises:
+        ModelError: it is given in the home folder of a user who is not known.
+
     Example:
         >>> import os; os.environ["RMSNORM_CACHE"] = "/tmp/cache"
         >>> str(cache_folder()); del os.environ["RMSNORM_CACHE"]
@@ -120,8 +134,15 @@ def cache_folder() -> Path:
     """
     own = os.environ.get("RMSNORM_CACHE")
     if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rmsnorm"
+        return _expanded(own)
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rmsnorm"
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelError(f"{path}: there is no such user, or no home folder") from None
 
 
 def _dtype_name(dtype: str | torch.dtype) -> str:
@@ -141,7 +162,7 @@ def _transformers() -> Any:
 
 
 def _load_folder(folder: Path, dtype_name: str, say: Say) -> tuple[Any, Any]:
-    _check_folder(folder)
+    stored = _check_folder(folder)
     transformers = _transformers()
     torch = importlib.import_module("torch")
     say(f"loading in {dtype_name}")
@@ -152,6 +173,7 @@ def _load_folder(folder: Path, dtype_name: str, say: Say) -> tuple[Any, Any]:
                 f"{folder} holds a model of type {config.model_type!r}; "
                 "expected a causal language model"
             )
+        _check_weights(folder, config, stored)
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype_name),
@@ -171,13 +193,46 @@ def _load_folder(folder: Path, dtype_name: str, say: Say) -> tuple[Any, Any]:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def _check_folder(folder: Path) -> None:
+def _check_weights(folder: Path, config: Any, stored: dict[str, tuple[int, ...]]) -> None:
+    """Refuses files that hold less than the model of ``config``, before memory is taken for it.
+
+    Sizes decide, not names: transformers renames, stacks and splits tensors while it loads them,
+    which leaves the number of elements as it is. Names are for the message.
+    """
+    transformers = _transformers()
+    with importlib.import_module("torch").device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    # As transformers counts what is missing: without tied weights and those a model can make up.
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    made = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    wanted = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name not in tied and not any(re.search(pattern, name) for pattern in made)
+    }
+    # Quantised weights are packed, at most 16 of 2 bits in one int32.
+    packed = 16 if getattr(config, "quantization_config", None) else 1
+    if packed * sum(map(math.prod, stored.values())) >= sum(map(math.prod, wanted.values())):
+        return
+    prefix = f"{model.base_model_prefix}."
+    missing = []
+    for name, shape in wanted.items():
+        found = stored.get(name, stored.get(name.removeprefix(prefix)))
+        if found is None:
+            missing.append(name)
+        elif packed == 1 and found != shape:
+            missing.append(f"{name} of shape {shape} (its shape there is {found})")
+    raise ModelError(f"{folder} lacks weights of its model: " + _some(missing))
+
+
+def _check_folder(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Checks the files of ``folder``; the shapes of the tensors in them."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
     try:
         valid = isinstance(json.loads(config.read_text(encoding="utf-8")), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         valid = False
     if not valid:
         raise ModelError(f"{config} is not valid JSON")
@@ -188,7 +243,7 @@ def _check_folder(folder: Path) -> None:
                 set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             )
             files = [folder / shard for shard in shards]
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise ModelError(f"{index} is not an index of safetensors files") from None
         absent = [file.name for file in files if not file.is_file()]
         if absent:
@@ -203,8 +258,10 @@ def _check_folder(folder: Path) -> None:
                 "they are opened; expected model.safetensors"
             )
         raise ModelError(f"{folder} is not a model folder: it has no model.safetensors")
+    stored: dict[str, tuple[int, ...]] = {}
     for file in files:
-        check_safetensors(file)
+        stored.update(check_safetensors(file))
+    return stored
 
 
 def _packaged_folder(packaged: Packaged, say: Say) -> Path:
@@ -340,8 +397,8 @@ def _one_error(path: Path) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[0].strip() if lines else type(error).__name__
+        # On one line but whole: what to do about it is often said last.
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"{path} cannot be loaded: {reason}") from error
 
 
