@@ -577,8 +577,12 @@ def test_parametrized_weights_are_left_or_composed() -> None:
     norm = norms.WeightThenCast(D)
     patch(norm)
     torch.nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
-    assert is_swapped(norm)
     assert torch.equal(norm(rows()), norms.WeightThenCast(D)(rows()) * 2.0)
+    assert unpatch(norm) == 1
+    assert not isinstance(norm, Swapped)
+    assert torch.equal(norm(rows()), norms.WeightThenCast(D)(rows()) * 2.0)
+    torch.nn.utils.parametrize.remove_parametrizations(norm, "weight", leave_parametrized=False)
+    assert type(norm) is norms.WeightThenCast
 
 
 def test_peft_wrappers() -> None:

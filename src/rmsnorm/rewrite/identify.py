@@ -27,7 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.rewrite.probe import SEED, Hypothesis, NotProvenError, Probe, Slot, probing
+from rmsnorm.rewrite.probe import (
+    SEED,
+    Hypothesis,
+    NotProvenError,
+    Probe,
+    Slot,
+    probing,
+    same_state,
+)
 from rmsnorm.rewrite.prove import convention, gradients_agree
 from rmsnorm.spec import EpsIn, NormSpec, Reduce
 
@@ -84,16 +92,20 @@ def examine(probe: Probe) -> Hypothesis:
     Raises:
         NotProvenError: the module is no RMSNorm, with the reason.
     """
-    attributes = probe.simple_attributes()
+    state = probe.state(tensors=False)
     training = probe.module.training
     # Dropout and running statistics show in training mode.
     probe.module.train(True)
     found = _hypothesis(probe)
+    full_state = probe.state(tensors=True)
     _check_modes(probe, found)
-    probe.module.train(training)
-    if probe.simple_attributes() != attributes:
+    if not same_state(probe.state(tensors=True), full_state):
         raise NotProvenError("it keeps state between calls", is_norm=True)
-    found = replace(found, spec=convention(probe, found))
+    reads = probe.reads(found.shape)
+    probe.module.train(training)
+    if not same_state(probe.state(tensors=False), state):
+        raise NotProvenError("it keeps state between calls", is_norm=True)
+    found = replace(found, spec=convention(probe, found), reads=reads)
     gradients_agree(probe, found)
     probe.put(probe.tensors)
     return found

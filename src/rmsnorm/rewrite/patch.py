@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.rewrite.identify import examine
-from rmsnorm.rewrite.plan import Plan
+from rmsnorm.rewrite.plan import Plan, guards_of
 from rmsnorm.rewrite.probe import (
     MODULES_INSIDE,
     Hypothesis,
@@ -30,7 +30,6 @@ from rmsnorm.rewrite.probe import (
     holds_own_forward,
     original_class,
     probing,
-    simple_attributes,
 )
 from rmsnorm.rewrite.prove import Pair, common_pairs, own_pair, prove, prove_own_weight
 from rmsnorm.rewrite.report import Entry, PatchReport
@@ -75,7 +74,7 @@ def patch(
 
     Raises:
         TypeError: ``model`` is not a module, or ``dtypes`` holds something that is not a
-            floating-point dtype.
+            floating-point dtype, or ``include`` or ``exclude`` is neither patterns nor a function.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8, eps=1e-5), nn.LayerNorm(8))
@@ -90,7 +89,8 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() was given a {type(model).__name__}; expected a torch module")
     wanted = _dtypes(dtypes)
-    included, excluded = _chosen(include, True), _chosen(exclude, False)
+    included = _chosen("include", include, True)
+    excluded = _chosen("exclude", exclude, False)
     floating = (p for p in model.parameters() if p.is_floating_point())
     like: Tensor = next(floating, torch.empty(0, device="cpu"))
     patcher = _Patcher(exact, wanted, like.dtype, like.device)
@@ -161,7 +161,7 @@ class _Patcher:
                 proof = self._proof(module, probe, required)
                 found = proof.found
                 identical = self._agrees_with_own_weight(probe, proof, required)
-            plan = _plan(module, probe, proof, identical, had_forward)
+                plan = _plan(module, probe, proof, identical, had_forward)
             swap(module, plan)
         except NotProvenError as error:
             restore(module)
@@ -299,10 +299,6 @@ def _plan(
     module: nn.Module, probe: Probe, proof: _Proof, identical: bool, had_forward: bool
 ) -> Plan:
     found = proof.found
-    carriers = {found.eps_path[0]} if found.eps_path is not None else set()
-    watched = tuple(
-        (name, value) for name, value in simple_attributes(module).items() if name not in carriers
-    )
     return Plan(
         spec=replace(found.spec, eps=None),
         eps=found.spec.eps,
@@ -315,7 +311,7 @@ def _plan(
         device=probe.device.type,
         argument=probe.argument,
         bit_identical=identical,
-        watched=watched,
+        guards=guards_of(module, found),
         reshapes=any(slot and slot.shape != found.shape for slot in (found.weight, found.bias)),
         had_forward=had_forward,
     )
@@ -326,6 +322,11 @@ def _dtypes(
 ) -> tuple[torch.dtype, ...] | None:
     if dtypes is None:
         return None
+    if isinstance(dtypes, str) or not isinstance(dtypes, (torch.dtype, Iterable)):
+        raise TypeError(
+            f"patch() was given dtypes={dtypes!r}; expected a floating-point torch dtype, such as "
+            "torch.float32, or several"
+        )
     given = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     for dtype in given:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -333,10 +334,19 @@ def _dtypes(
     return given or None
 
 
-def _chosen(choice: Choice | None, default: bool) -> Callable[[str, nn.Module], bool]:
+def _chosen(
+    argument: str, choice: Choice | None, default: bool
+) -> Callable[[str, nn.Module], bool]:
     if choice is None:
         return lambda name, module: default
     if callable(choice):
         return choice
-    patterns = (choice,) if isinstance(choice, str) else tuple(choice)
+    patterns = (choice,) if isinstance(choice, str) else choice
+    patterns = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"patch() was given {argument}={choice!r}; expected a pattern of module names, "
+                "several, or a function of name and module"
+            )
     return lambda name, module: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -11,6 +11,7 @@ import copy
 import enum
 import inspect
 import random
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from rmsnorm.spec import NormSpec
 SEED = 20191007
 
 Store = Literal["parameter", "buffer", "attribute"]
+Path = tuple[str, ...]
 
 # A norm has a weight, perhaps a bias, perhaps a buffer that it ignores; BatchNorm has four.
 _MOST_TENSORS = 3
@@ -38,6 +40,15 @@ _MOST_ELEMENTS_OF_A_MATRIX = 4096
 # Why a module that holds others is left; every container is, so a report does not list it.
 MODULES_INSIDE = "it has modules inside"
 
+# What every module has; hooks and modes live here, and no forward computes with them.
+MACHINERY = frozenset(nn.Module().__dict__) | {
+    "__class__",
+    "_compiled_call_impl",  # of Module.compile
+    "_is_torch_compile",  # of torch.compile
+    "forward",
+}
+
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
@@ -88,6 +99,7 @@ class Hypothesis:
         weight: where the weight is, or ``None``.
         bias: where the bias is, or ``None``.
         eps_path: the attributes that lead to eps, read at call time; ``None`` if it is hard-coded.
+        reads: the attributes that its forward was seen to read, its own and those of what it holds.
     """
 
     spec: NormSpec
@@ -95,6 +107,7 @@ class Hypothesis:
     weight: Slot | None
     bias: Slot | None
     eps_path: tuple[str, ...] | None
+    reads: frozenset[Path] = frozenset()
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -184,7 +197,9 @@ class Probe:
         """
         try:
             y = self._base.forward(self.module, x, *more)
-        except Exception as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # sys.exit() in a forward is no reason to exit
             raise NotProvenError(f"its forward raises {type(error).__name__}") from error
         if type(y) is not Tensor or y.shape != x.shape or not y.is_floating_point():
             raise NotProvenError("it does not map a tensor to one of the same shape")
@@ -202,6 +217,55 @@ class Probe:
             except NotProvenError as error:
                 reason = error
         raise reason
+
+    def state(self, *, tensors: bool) -> Any:
+        """All that the double holds, to be compared by :func:`same_state`.
+
+        Args:
+            tensors: with its tensors; without, it may be given others in between.
+        """
+        module = self.module
+        held = {k: _frozen(v) for k, v in module.__dict__.items() if k not in MACHINERY}
+        stores = (module._parameters, module._buffers, module._modules)
+        for store in stores:
+            held.update((name, _frozen(value)) for name, value in store.items())
+        if not tensors:
+            for slot in self.slots:
+                held.pop(slot.name, None)
+        return held
+
+    def reads(self, shape: tuple[int, ...]) -> frozenset[Path]:
+        """The attributes that forward reads, with one level of what the module holds.
+
+        An object that cannot be watched counts as read in all its attributes. A module that cannot
+        be watched counts as reading everything.
+        """
+        seen: set[Path] = set()
+        module = self.module
+        objects = {
+            name: value
+            for name, value in module.__dict__.items()
+            if name not in MACHINERY and is_object(value)
+        }
+        watched: list[tuple[Any, type]] = []
+        try:
+            if not _watch(module, (), seen, watched):
+                seen.update((name,) for name in module.__dict__)
+            for name, value in objects.items():
+                if not _watch(value, (name,), seen, watched):
+                    seen.update((name, inner) for inner in vars(value))
+            for dtype in (torch.float32, torch.bfloat16):
+                for training in (True, False):
+                    module.train(training)
+                    x = torch.ones((2, 3, *shape), dtype=dtype, device=self.device)
+                    try:
+                        self.in_any_rank(x, shape)
+                    except NotProvenError:
+                        continue
+        finally:
+            for owner, cls in watched:
+                object.__setattr__(owner, "__class__", cls)
+        return frozenset(path for path in seen if not path[-1].startswith("__"))
 
     def simple_attributes(self) -> dict[str, Any]:
         """The attributes that are plain values; see :func:`simple_attributes`."""
@@ -280,7 +344,9 @@ def probing(module: nn.Module, device: torch.device | None = None) -> Iterator[P
             yield probe
     except NotProvenError:
         raise
-    except Exception as error:  # a module may do anything when it is asked, and none may stop us
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a module may do anything when asked, and none may stop us
         raise NotProvenError(f"asking it raises {type(error).__name__}: {error}") from error
 
 
@@ -288,11 +354,18 @@ def probing(module: nn.Module, device: torch.device | None = None) -> Iterator[P
 def quiet(device: torch.device) -> Iterator[None]:
     """No gradient, no autocast, no warnings, and every default and random state restored."""
     python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    deterministic = _deterministic()
+    # What was compiled was compiled with Dynamo loaded; loading it for the others would take long.
+    compiled = "torch._dynamo" in sys.modules
     devices = [device] if device.type == "cuda" else []
     dtype = torch.get_default_dtype()
     placed = torch.get_default_device().type != "cpu"
     with (
         torch.device("cpu") if placed else nullcontext(),
+        # Each probe would count towards the limit of recompilations, which a class's users share.
+        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=devices),
         torch.inference_mode(False),
@@ -308,6 +381,17 @@ def quiet(device: torch.device) -> Iterator[None]:
         finally:
             torch.set_default_dtype(dtype)
             random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+            if _deterministic() != deterministic:
+                torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def _check_children(module: nn.Module) -> None:
@@ -316,8 +400,20 @@ def _check_children(module: nn.Module) -> None:
     for name, child in module._modules.items():
         if name == "parametrizations":
             raise NotProvenError("its weight is parametrized")
-        if child is not None and type(child) is not nn.Identity:
+        if child is not None and not is_plain_identity(child):
             raise NotProvenError(MODULES_INSIDE)
+
+
+def is_plain_identity(module: object) -> bool:
+    """Whether a child passes its input on, and nobody watches it."""
+    if type(module) is not nn.Identity or "forward" in module.__dict__:
+        return False
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def _own_tensors(module: nn.Module) -> tuple[list[Slot], dict[str, Tensor]]:
@@ -410,6 +506,98 @@ def _is_simple(value: object) -> bool:
     if isinstance(value, _SIMPLE):
         return True
     return isinstance(value, (tuple, list)) and all(isinstance(item, _SIMPLE) for item in value)
+
+
+def is_immutable(value: object) -> bool:
+    """Whether a value changes only by being replaced."""
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, (nn.Module, type))
+    if isinstance(value, (*_SIMPLE, *_CODE)):
+        return True
+    return isinstance(value, tuple) and all(is_immutable(item) for item in value)
+
+
+def is_container(value: object) -> bool:
+    """Whether a value is a list, tuple, set or dict of such, or of simple values."""
+    if type(value) is dict:
+        return all(isinstance(k, _SIMPLE) for k in value) and is_container(list(value.values()))
+    if isinstance(value, tuple) or type(value) in (list, set, frozenset):
+        items: Any = value
+        return all(isinstance(item, _SIMPLE) or is_container(item) for item in items)
+    return False
+
+
+def is_object(value: object) -> bool:
+    """Whether a value is all in its attributes, such as a config."""
+    if is_immutable(value) or is_container(value) or isinstance(value, (Tensor, nn.Module)):
+        return False
+    if type(value) is types.SimpleNamespace:
+        return True
+    # A larger one has slots, or is built on a type in C whose contents are no attributes.
+    return hasattr(value, "__dict__") and type(value).__basicsize__ == _Plain.__basicsize__
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """What shows later whether ``value`` was replaced, or changed in place."""
+    if isinstance(value, Tensor):
+        return value, value.detach().clone()
+    if _is_simple(value):
+        return type(value), repr(value)
+    if depth < 3 and isinstance(value, (list, tuple)):
+        return value, tuple(_frozen(item, depth + 1) for item in value)
+    if depth < 3 and isinstance(value, dict):
+        return value, {key: _frozen(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return value, repr(sorted(map(repr, value)))
+    if depth < 3 and is_object(value):
+        return value, {key: _frozen(item, depth + 1) for key, item in vars(value).items()}
+    return value, None
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two results of :meth:`Probe.state` hold the same objects with equal contents."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return isinstance(a, str) and bool(a == b)
+
+
+def _watch(owner: Any, prefix: Path, seen: set[Path], watched: list[tuple[Any, type]]) -> bool:
+    """Record the attributes that are read from ``owner``; whether its class allows it."""
+    cls: Any = type(owner)
+
+    def read(self: Any, name: str) -> Any:
+        seen.add((*prefix, name))
+        return cls.__getattribute__(self, name)
+
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__getattribute__": read,
+    }
+    beside = nn.Module if isinstance(owner, nn.Module) else _Plain
+    try:
+        # As in the swap: the class's __init_subclass__ should not see this one.
+        made: Any = type(cls)(cls.__name__, (beside,), namespace)
+        made.__bases__ = (cls,)
+        object.__setattr__(owner, "__class__", made)
+    except (TypeError, AttributeError):
+        return False
+    watched.append((owner, cls))
+    return True
+
+
+class _Plain:
+    """A base that :func:`_watch` replaces."""
 
 
 def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:

@@ -122,8 +122,8 @@ def _accumulation(probe: Probe, found: Hypothesis, spec: NormSpec) -> Accumulate
 def prove(probe: Probe, found: Hypothesis, pair: Pair) -> Verdict:
     """Compare the module with its hypothesis in one pair of dtypes.
 
-    Three shapes, magnitudes near 1, large and tiny, a zero row, a row with inf, and a weight of
-    both signs. Call it inside :func:`rmsnorm.rewrite.probe.probing`.
+    Three shapes, magnitudes near 1, large and tiny, a zero row, a row with inf, one with
+    nan, and a weight of both signs. Call it inside :func:`rmsnorm.rewrite.probe.probing`.
 
     Raises:
         NotProvenError: the module does not take this pair.
@@ -211,7 +211,7 @@ def _examples(found: Hypothesis, dtype: torch.dtype, generator: torch.Generator)
     large = 2.0**30
     if dtype == torch.float16:
         tiny, large = max(tiny, 2.0**-12), 2.0**10
-    shapes = ((7,), (2, 3), (1,))
+    shapes = ((8,), (2, 3), (1,))
     examples = []
     for index, lead in enumerate(shapes):
         x = torch.randn((*lead, *found.shape), generator=generator, dtype=torch.float64)
@@ -223,6 +223,7 @@ def _examples(found: Hypothesis, dtype: torch.dtype, generator: torch.Generator)
             rows[3] += 1.0
             rows[5] = 0.0
             rows[6].view(-1)[-1] = float("inf")
+            rows[7].view(-1)[0] = float("nan")
         examples.append(x.to(dtype))
     return examples
 

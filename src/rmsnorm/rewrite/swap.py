@@ -14,7 +14,7 @@ from torch import nn
 
 from rmsnorm.ops import rms_norm as operation
 from rmsnorm.rewrite.plan import Plan
-from rmsnorm.rewrite.probe import NotProvenError, original_class
+from rmsnorm.rewrite.probe import MACHINERY, NotProvenError, original_class
 
 _PLAN = "_rmsnorm_plan"
 
@@ -54,19 +54,40 @@ def restore(module: nn.Module) -> bool:
     plan = module.__dict__.pop(_PLAN, None)
     original = original_class(module)
     swapped: type[nn.Module] = type(module)
-    if swapped is _classes.get(original):
+    forward = swapped.forward
+    made = _classes.get(original)
+    if swapped is made:
         object.__setattr__(module, "__class__", original)
+    elif made is not None:
+        _rebase(swapped, made, original)
     # Wrappers that were put around the swapped forward keep a bound method of it.
     for name, value in list(module.__dict__.items()):
         if (
             isinstance(value, types.MethodType)
             and value.__self__ is module
-            and value.__func__ is swapped.forward
+            and value.__func__ is forward
         ):
             module.__dict__[name] = types.MethodType(original.forward, module)
     if plan is not None and plan.had_forward:
         module.__dict__["forward"] = types.MethodType(original.forward, module)
     return True
+
+
+def _rebase(derived: type, made: type, original: type) -> None:
+    """Put ``original`` in the place of the swapped class under a class derived from it.
+
+    Parametrizations make such a class for one module.
+    """
+    for cls in derived.__mro__:
+        if made in cls.__bases__ and cls is not made:
+            bases = tuple(original if base is made else base for base in cls.__bases__)
+            try:
+                cls.__bases__ = bases
+            except TypeError as error:
+                raise RuntimeError(
+                    f"unpatch() cannot take the swapped class from under {cls.__qualname__}, "
+                    f"which was derived from it after patch(): {error}"
+                ) from error
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -80,6 +101,13 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     """
     if original in _classes:
         return _classes[original]
+
+    def changing(module: nn.Module, name: str, value: Any, *, gone: bool = False) -> None:
+        plan = plan_of(module)
+        if plan is not None and (
+            not plan.allows(module, name, value) or (gone and name not in MACHINERY)
+        ):
+            module.__dict__[_PLAN] = None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A bound method that outlived unpatch() finds no plan.
@@ -98,10 +126,24 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         return original.forward(self, *args, **kwargs)
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        changing(self, name, value)
         original.__setattr__(self, name, value)
-        plan = plan_of(self)
-        if plan is not None and plan.is_void_with(name, value):
-            self.__dict__[_PLAN] = None
+
+    def delete_attribute(self: nn.Module, name: str) -> None:
+        changing(self, name, None, gone=True)
+        original.__delattr__(self, name)
+
+    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+        changing(self, name, param)
+        original.register_parameter(self, name, param)
+
+    def register_buffer(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
+        changing(self, name, tensor)
+        original.register_buffer(self, name, tensor, persistent)
+
+    def add_module(self: nn.Module, name: str, module: Any) -> None:
+        changing(self, name, module)
+        original.add_module(self, name, module)
 
     def extra_repr(self: nn.Module) -> str:
         inner = original.extra_repr(self)
@@ -124,6 +166,10 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__setattr__": set_attribute,
+        "__delattr__": delete_attribute,
+        "register_parameter": register_parameter,
+        "register_buffer": register_buffer,
+        "add_module": add_module,
         "__reduce_ex__": reduce_ex,
         "_rmsnorm_original": original,
         "extra_repr": extra_repr,
