@@ -305,5 +305,5 @@ def test_transformers_not_installed(tiny_llama: Path, monkeypatch: pytest.Monkey
         "find_spec",
         lambda name: None if name == "transformers" else find(name),
     )
-    with pytest.raises(ModelError, match=r"needs transformers.*pip install 'rmsnorm\[hf\]'"):
+    with pytest.raises(ModelError, match=r"needs transformers.*pip install '\.\[hf\]'"):
         load_model(tiny_llama)

@@ -54,7 +54,7 @@ def _load() -> float | None:
 
 
 def load_warning(machine_: dict[str, Any]) -> str | None:
-    """A sentence where other processes were busy when the benchmark began, or None.
+    """A sentence where other processes were busy when the measuring began, or None.
 
     Threads that wait for each other slow down manyfold when one of them has to share its core.
 
@@ -66,8 +66,8 @@ def load_warning(machine_: dict[str, Any]) -> str | None:
     if load is None or load < 0.5:
         return None
     return (
-        f"the load average was {load:g} when the benchmark began: other processes share this "
-        "machine, so the ratios may be off"
+        f"the load average was {load:.2g} at the start: other processes share this machine, so the "
+        "ratios may be off"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,10 @@ def _parse_dtypes(ctx: click.Context, param: click.Parameter, text: str) -> list
                 f"{name!r}; expected some of {', '.join(DTYPES)}, separated by commas", ctx, param
             )
     return names
+
+
+# Before this process adds to it; not every system tells.
+_LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 @click.command()
@@ -178,10 +183,13 @@ def _environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu_isa": rmsnorm.cpu_isa(),
         "threads": torch.get_num_threads(),
+        "load_average": _LOAD_AVERAGE,
     }
 
 
 def _print(console: Console, model: str, inspection: Inspection, first: bool) -> None:
+    from rmsnorm.bench.report import load_warning
+
     if first:
         env = _environment()
         kernels = f"{env['cpu_isa']} kernels" if env["cpu_isa"] else "without kernels"
@@ -190,6 +198,9 @@ def _print(console: Console, model: str, inspection: Inspection, first: bool) ->
             f"[bold]{escape(model)}[/], torch {env['torch']}, {kernels}, {threads}",
             highlight=False,
         )
+        warning = load_warning(env) if inspection.timings else None
+        if warning:
+            console.print(warning, highlight=False)
     console.print(
         f"\n[bold]{inspection.dtype}[/]: {inspection.swapped} of {inspection.norms} norms replaced",
         highlight=False,

@@ -156,7 +156,8 @@ def _transformers() -> Any:
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise ModelError(
-                f"loading a model needs {module}, which is not installed: pip install 'rmsnorm[hf]'"
+                f"loading a model needs {module}, which is not installed: in the folder of "
+                "rmsnorm's source, pip install '.[hf]'"
             )
     return importlib.import_module("transformers")
 

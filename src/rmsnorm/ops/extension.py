@@ -31,8 +31,8 @@ def _kernels() -> ctypes.CDLL | None:
     if not _LIBRARY.exists():
         warnings.warn(
             "rmsnorm was installed without its CPU kernels, so it runs on plain torch operations: "
-            "the same results, slower. Install a C++20 compiler and reinstall with "
-            "`pip install --no-build-isolation rmsnorm` to have them.",
+            "the same results, slower. Install a C++20 compiler and, in the folder of "
+            "its source, run `pip install --no-build-isolation .` to have them.",
             RuntimeWarning,
             stacklevel=3,
         )

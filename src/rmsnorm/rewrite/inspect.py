@@ -295,7 +295,7 @@ def _time(
     for what, make, stage in works:
         taken: tuple[list[float], list[float]] = ([], [])
         end = time.perf_counter() + seconds / len(works)
-        while len(taken[0]) < 3 or (time.perf_counter() < end and len(taken[0]) < 100):
+        while len(taken[0]) < 5 or (time.perf_counter() < end and len(taken[0]) < 100):
             # The side that goes first alternates, and decoding gets a fresh cache, which it grows.
             sides = list(zip((before, after), taken, strict=True))
             for model, times in sides if len(taken[0]) % 2 else reversed(sides):

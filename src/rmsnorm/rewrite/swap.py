@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rmsnorm.ops import rms_norm as operation
+from rmsnorm.ops.transforms import needs_composite
 from rmsnorm.rewrite.plan import Plan
 from rmsnorm.rewrite.probe import MACHINERY, NotProvenError, original_class
 
@@ -122,7 +123,9 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                 operands = plan.operands(self, x)
                 if operands is not None:
                     weight, bias, eps = operands
-                    return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
+                    # Where the kernel cannot serve, the module's own code is the faster one.
+                    if not needs_composite(x, weight, bias):
+                        return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
         return original.forward(self, *args, **kwargs)
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
