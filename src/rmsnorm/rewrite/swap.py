@@ -124,7 +124,7 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                 if operands is not None:
                     weight, bias, eps = operands
                     # Where the kernel cannot serve, the module's own code is the faster one.
-                    if not needs_composite(x, weight, bias):
+                    if x.is_cpu and not needs_composite(x, weight, bias):
                         return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
         return original.forward(self, *args, **kwargs)
 
