@@ -151,9 +151,9 @@ def test_full_disk(as_json: bool, tiny_llama: Path) -> None:
             check=False,
         )
     assert result.returncode == 2
-    note, *error = result.stderr.splitlines()
-    assert note.startswith("note: ")
-    assert error == ["error: No space left on device"]
+    # Before it may stand a note on the tokens and, where no kernels were built, a warning.
+    assert result.stderr.splitlines()[-1] == "error: No space left on device"
+    assert "Traceback" not in result.stderr
 
 
 def test_error_while_printing(
