@@ -3,7 +3,7 @@
 #if defined(__AVX2__)
 #include "vec/avx2.h"
 // After the primitives that it is written over.
-#include "rms_norm.h"
+#include "kernels.h"
 #endif
 
 namespace rmsnorm {

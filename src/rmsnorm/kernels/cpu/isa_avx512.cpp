@@ -3,7 +3,7 @@
 #if defined(__AVX512F__)
 #include "vec/avx512.h"
 // After the primitives that it is written over.
-#include "rms_norm.h"
+#include "kernels.h"
 #endif
 
 namespace rmsnorm {

@@ -3,7 +3,7 @@
 #if defined(__aarch64__)
 #include "vec/neon.h"
 // After the primitives that it is written over.
-#include "rms_norm.h"
+#include "kernels.h"
 #endif
 
 namespace rmsnorm {

@@ -1,5 +1,5 @@
 #include "dispatch.h"
-#include "rms_norm.h"
+#include "kernels.h"
 
 namespace rmsnorm {
 

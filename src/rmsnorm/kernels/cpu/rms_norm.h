@@ -1,165 +1,40 @@
 // RMSNorm forward (Zhang & Sennrich 2019), written once over the vector primitives.
 //
-//     ms   = sum(x^2) / width          the order of summation below, in float (double for double)
+//     ms   = sum(x^2) / width          in the order of rows.h, in float (double for double)
 //     rstd = 1 / sqrt(ms + eps)        correctly rounded square root and division
 //     y    = (x * rstd) * weight       rounded where the call says
-//
-// The order of summation is that of PyTorch's CPU sum over a contiguous last dimension, so that the
-// result has the bits of eager PyTorch. It depends on the width alone: L lanes (8 floats, 4
-// doubles), four accumulators of L lanes, and a cascade of up to four levels that keeps the
-// rounding error of long rows small. A wide register holds several accumulators side by side, a
-// narrow one part of one: the additions of each lane are the same, in the same order.
 #pragma once
 
 #include <cfloat>
 
-#include "vec/scalar.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "rows.h"
 
 namespace rmsnorm {
 namespace {
 
-// A row (or group) of x, read in place. X is the storage type, T the type that accumulates.
-template <class Vec, class X, bool Strided>
-struct RowReader {
+// sum(x^2) of a row of `width` elements, in PyTorch's order. Each element is read once. Inlined, as
+// what it is made of: see `cascade`.
+template <class Vec, bool Split, class Reader>
+[[gnu::always_inline]] inline typename Vec::Scalar sum_of_squares(const Reader& row,
+                                                                  std::int64_t width) {
   using T = typename Vec::Scalar;
-  const X* data;
-  std::int64_t stride;
-
-  T at(std::int64_t i) const { return narrow<T>(widen(data[Strided ? i * stride : i])); }
-
-  typename Vec::Reg load(std::int64_t i) const {
-    if constexpr (Strided) {
-      T lanes[Vec::kLanes];
-      for (int lane = 0; lane < Vec::kLanes; ++lane) lanes[lane] = at(i + lane);
-      return Vec::load(lanes);
-    } else {
-      return Vec::load(data + i);
-    }
-  }
-};
-
-// The four accumulators of L lanes, in as many registers as they fill and in whatever order of
-// lanes the instruction set loads a step of X in. Only `store` needs to know that order.
-template <class Vec, class X, bool Strided>
-struct Accumulators {
-  using T = typename Vec::Scalar;
-  using Reg = typename Vec::Reg;
-  static constexpr int kLanes = sizeof(T) == 4 ? 8 : 4;
-  static constexpr int kStep = 4 * kLanes;  // elements of one step
-  static constexpr int kRegs = kStep / Vec::kLanes;
-  static constexpr bool kSplit = !Strided && std::is_same_v<X, bf16>;
-  static_assert(kRegs % 2 == 0);
-
-  Reg reg[kRegs];
-
-  Accumulators() { clear(); }
-  void clear() {
-    for (int r = 0; r < kRegs; ++r) reg[r] = Vec::zero();
-  }
-  void add(const Accumulators& other) {
-    for (int r = 0; r < kRegs; ++r) reg[r] = Vec::add(reg[r], other.reg[r]);
-  }
-  // Squares are rounded before they are added: no fused multiply-add.
-  void add_squares(const RowReader<Vec, X, Strided>& row, std::int64_t first) {
-    for (int r = 0; r < kRegs; r += 2) {
-      Reg a, b;
-      if constexpr (kSplit) {
-        Vec::load_split(row.data + first + r * Vec::kLanes, a, b);
-      } else {
-        a = row.load(first + r * Vec::kLanes);
-        b = row.load(first + (r + 1) * Vec::kLanes);
-      }
-      reg[r] = Vec::add(reg[r], Vec::mul(a, a));
-      reg[r + 1] = Vec::add(reg[r + 1], Vec::mul(b, b));
-    }
-  }
-  // Lane l of accumulator j to lanes[j * kLanes + l].
-  void store(T* lanes) const {
-    for (int r = 0; r < kRegs; r += 2) {
-      if constexpr (kSplit) {
-        Vec::store_joined(lanes + r * Vec::kLanes, reg[r], reg[r + 1]);
-      } else {
-        Vec::store2(lanes + r * Vec::kLanes, reg[r], reg[r + 1]);
-      }
-    }
-  }
-};
-
-// Adds `steps` steps in up to four levels of 2^p steps each.
-template <class Vec, class X, bool Strided>
-Accumulators<Vec, X, Strided> cascade(const RowReader<Vec, X, Strided>& row, std::int64_t steps) {
-  using Acc = Accumulators<Vec, X, Strided>;
-  constexpr int kShortest = 4;
-  Acc level0;
-  if (steps <= std::int64_t{1} << kShortest) {
-    for (std::int64_t k = 0; k < steps; ++k) level0.add_squares(row, k * Acc::kStep);
-    return level0;
-  }
-  int log2 = 0;  // ceil(log2(steps))
-  while ((std::int64_t{1} << log2) < steps) ++log2;
-  const int p = log2 / 4 > kShortest ? log2 / 4 : kShortest;
-  const std::int64_t level_steps = std::int64_t{1} << p;
-  const std::int64_t mask = level_steps - 1;
-  Acc level1, level2, level3;
-  std::int64_t k = 0;
-  while (k + level_steps <= steps) {
-    for (std::int64_t s = 0; s < level_steps; ++s, ++k) level0.add_squares(row, k * Acc::kStep);
-    level1.add(level0);
-    level0.clear();
-    if ((k >> p) & mask) continue;
-    level2.add(level1);
-    level1.clear();
-    if ((k >> (2 * p)) & mask) continue;
-    level3.add(level2);
-    level2.clear();
-  }
-  for (; k < steps; ++k) level0.add_squares(row, k * Acc::kStep);
-  level0.add(level1);
-  level0.add(level2);
-  level0.add(level3);
-  return level0;
-}
-
-// sum(x^2) of a row of `width` elements, in PyTorch's order.
-template <class Vec, class X, bool Strided>
-typename Vec::Scalar sum_of_squares(const RowReader<Vec, X, Strided>& row, std::int64_t width) {
-  using T = typename Vec::Scalar;
-  using Acc = Accumulators<Vec, X, Strided>;
-  constexpr int kLanes = Acc::kLanes;
+  using Acc = Accumulators<Vec, Split>;
   const auto square = [&row](std::int64_t i) {
     const T x = row.at(i);
     return x * x;
   };
-
-  if (width < kLanes) {  // one lane: every element is a vector of its own
-    T acc[4] = {};
-    const std::int64_t steps = width / 4;
-    for (std::int64_t i = 0; i < steps * 4; ++i) acc[i % 4] += square(i);
-    for (std::int64_t i = steps * 4; i < width; ++i) acc[0] += square(i);
-    return T(0) + (((acc[0] + acc[1]) + acc[2]) + acc[3]);
-  }
-
-  // The compiler's own vectors, since L lanes need not be a register of the instruction set. Left
-  // to itself it would take the additions of single lanes apart, to follow them with the sum.
-  using Lanes __attribute__((vector_size(kLanes * sizeof(T)))) = T;
+  if (width < Acc::kLanes) return sum_short<T>(width, square);
+  // Squares are rounded before they are added: no fused multiply-add.
+  const auto add_step = [&row](Acc& acc, std::int64_t first) {
+    for (int r = 0; r < Acc::kRegs; r += 2) {
+      typename Vec::Reg a, b;
+      row.template load2<Split>(first + r * Vec::kLanes, a, b);
+      acc.reg[r] = Vec::add(acc.reg[r], Vec::mul(a, a));
+      acc.reg[r + 1] = Vec::add(acc.reg[r + 1], Vec::mul(b, b));
+    }
+  };
   const std::int64_t steps = width / Acc::kStep;
-  alignas(64) Lanes acc[4];
-  cascade(row, steps).store(reinterpret_cast<T*>(acc));
-  std::int64_t i = steps * Acc::kStep;
-  for (; i + kLanes <= width; i += kLanes) {
-    Lanes squares;
-    for (int lane = 0; lane < kLanes; ++lane) squares[lane] = square(i + lane);
-    acc[0] += squares;
-  }
-  const Lanes total = ((acc[0] + acc[1]) + acc[2]) + acc[3];
-  T sum = 0;
-  for (; i < width; ++i) sum += square(i);
-  for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
-  return sum;
+  return sum_lanes<T>(cascade<Acc>(steps, add_step), steps * Acc::kStep, width, square);
 }
 
 inline float square_root(float value) { return __builtin_sqrtf(value); }
@@ -178,36 +53,6 @@ T inverse_rms(const ForwardCall& call, T sum) {
   if (call.eps_in == EpsIn::root) return T(1) / (square_root(ms) + eps);
   return T(1) / square_root(ms + eps);
 }
-
-// Full subnormal arithmetic while in scope, whatever mode the caller's thread is in: the threads of
-// a pool may be in different ones, and a row must not depend on which of them takes it.
-class KeepSubnormals {
- public:
-#if defined(__x86_64__)
-  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~(kFlushToZero | kZeroInputs)); }
-  ~KeepSubnormals() { _mm_setcsr(saved_); }
-#elif defined(__aarch64__)
-  KeepSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~kFlushToZero));
-  }
-  ~KeepSubnormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
-#else
-  KeepSubnormals() = default;
-#endif
-  KeepSubnormals(const KeepSubnormals&) = delete;
-  KeepSubnormals& operator=(const KeepSubnormals&) = delete;
-
- private:
-#if defined(__x86_64__)
-  static constexpr unsigned kFlushToZero = 0x8000;  // FTZ: subnormal results
-  static constexpr unsigned kZeroInputs = 0x0040;   // DAZ: subnormal operands
-  unsigned saved_;
-#elif defined(__aarch64__)
-  static constexpr std::uint64_t kFlushToZero = std::uint64_t{1} << 24;  // FZ: both
-  std::uint64_t saved_ = 0;
-#endif
-};
 
 // The constant beside the sum of squares, on the scale of the squares.
 inline double squared_eps(const ForwardCall& call) {
@@ -330,12 +175,10 @@ void round_in_place(DType type, M* values, std::int64_t count) {
   }
 }
 
-// Everything after xhat, for any mix of types: `count` elements from column `column` of row `row`.
-// Never inlined: its many loops, once for each kind of reader, would be most of the library.
+// xhat times the weight, in M, for any mix of types: `count` elements from column `column` on.
 template <class M, class T>
-[[gnu::noinline]] void finish_chunk(const ForwardCall& call, const T* xhat, std::int64_t count,
-                                    std::int64_t column, std::int64_t row) {
-  M values[kChunk];
+void weigh_chunk(const ForwardCall& call, const T* xhat, std::int64_t count, std::int64_t column,
+                 M* values) {
   M operand[kChunk];
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<M>(xhat[i]);
   if (call.weight) {
@@ -347,7 +190,17 @@ template <class M, class T>
     }
     for (std::int64_t i = 0; i < count; ++i) values[i] *= operand[i];
   }
+}
+
+// Everything after xhat. Never inlined: its many loops, once for each kind of reader, would be most
+// of the library.
+template <class M, class T>
+[[gnu::noinline]] void finish_chunk(const ForwardCall& call, const T* xhat, std::int64_t count,
+                                    std::int64_t column, std::int64_t row) {
+  M values[kChunk];
+  weigh_chunk(call, xhat, count, column, values);
   if (call.bias) {
+    M operand[kChunk];
     if (call.bias_after_round) round_in_place(call.y_type, values, count);
     load_as(sizeof(M) == 8 ? DType::f64 : DType::f32, call.bias, column, count, operand);
     for (std::int64_t i = 0; i < count; ++i) values[i] += operand[i];
@@ -371,13 +224,14 @@ void finish_slowly(const ForwardCall& call, std::int64_t begin, std::int64_t end
   }
 }
 
-// Computes a row that is out of range; false if it is not finite, or 0/0, and the formula holds as
-// it is. Never inlined, since it is rare.
+// Computes a row that is out of range, and its rstd; false if it is not finite, or 0/0, and the
+// formula holds as it is. Never inlined, since it is rare.
 template <class T, class Reader>
 [[gnu::noinline]] bool redo(const ForwardCall& call, const Reader& reader, std::int64_t column,
-                            std::int64_t count, std::int64_t row) {
+                            std::int64_t count, std::int64_t row, T& rstd) {
   const RescaledRow rescaled = rescale<T>(call, reader, call.width);
   if (!rescaled.valid) return false;
+  rstd = static_cast<T>(__builtin_ldexp(rescaled.rstd, rescaled.exponent));
   finish_slowly<T>(call, column, column + count, row, [&](std::int64_t i) {
     const double x = static_cast<double>(reader.at(i));
     return static_cast<T>(__builtin_ldexp(x, rescaled.exponent) * rescaled.rstd);
@@ -474,14 +328,6 @@ ScaleRow<typename Vec::Scalar> pick_store(bool stream) {
                 : &scale_row<Vec, X, W, Y, Xhat, Offset, false>;
 }
 
-template <class X>
-constexpr DType dtype_of() {
-  if constexpr (std::is_same_v<X, float>) return DType::f32;
-  if constexpr (std::is_same_v<X, double>) return DType::f64;
-  if constexpr (std::is_same_v<X, bf16>) return DType::bf16;
-  if constexpr (std::is_same_v<X, f16>) return DType::f16;
-}
-
 template <class Vec, class X, class Y, class Xhat>
 ScaleRow<typename Vec::Scalar> pick_weight(const ForwardCall& call) {
   using T = typename Vec::Scalar;
@@ -501,8 +347,18 @@ ScaleRow<typename Vec::Scalar> pick_weight(const ForwardCall& call) {
 
 template <class Vec, class X, class Y>
 ScaleRow<typename Vec::Scalar> pick_xhat(const ForwardCall& call) {
-  if (call.xhat_type == DType::none) return pick_weight<Vec, X, Y, typename Vec::Scalar>(call);
+  using T = typename Vec::Scalar;
+  if (call.xhat_type == DType::none) return pick_weight<Vec, X, Y, T>(call);
   if (call.xhat_type == dtype_of<X>()) return pick_weight<Vec, X, Y, X>(call);
+  if constexpr (std::is_same_v<X, float> && std::is_same_v<T, float>) {
+    // A row that is kept in float32 beside results in a half type.
+    if constexpr (!std::is_same_v<Y, f16>) {
+      if (call.xhat_type == DType::bf16) return pick_weight<Vec, X, Y, bf16>(call);
+    }
+    if constexpr (!std::is_same_v<Y, bf16>) {
+      if (call.xhat_type == DType::f16) return pick_weight<Vec, X, Y, f16>(call);
+    }
+  }
   return nullptr;
 }
 
@@ -513,40 +369,51 @@ ScaleRow<typename Vec::Scalar> pick_scale(const ForwardCall& call) {
   if (call.bias || call.multiply != dtype_of<T>()) return nullptr;
   if (call.y_type == dtype_of<X>()) return pick_xhat<Vec, X, X>(call);
   if (call.y_type == dtype_of<T>()) return pick_xhat<Vec, X, T>(call);
+  if constexpr (std::is_same_v<X, float> && std::is_same_v<T, float>) {
+    if (call.y_type == DType::bf16) return pick_xhat<Vec, X, bf16>(call);
+    if (call.y_type == DType::f16) return pick_xhat<Vec, X, f16>(call);
+  }
   return nullptr;
 }
-
-// Walks over the rows in order; the offset of each in elements of x.
-class RowCursor {
- public:
-  RowCursor(const OuterDims& outer, std::int64_t row) : outer_(outer) {
-    for (int dim = outer.rank - 1; dim >= 0; --dim) {
-      index_[dim] = row % outer.size[dim];
-      row /= outer.size[dim];
-      offset_ += index_[dim] * outer.stride[dim];
-    }
-  }
-  std::int64_t offset() const { return offset_; }
-  void next() {
-    for (int dim = outer_.rank - 1; dim >= 0; --dim) {
-      offset_ += outer_.stride[dim];
-      if (++index_[dim] < outer_.size[dim]) return;
-      offset_ -= outer_.size[dim] * outer_.stride[dim];
-      index_[dim] = 0;
-    }
-  }
-
- private:
-  const OuterDims& outer_;
-  std::int64_t index_[kMaxRank];
-  std::int64_t offset_ = 0;
-};
 
 constexpr int kBlock = 8;  // statistics taken together, so that their latencies overlap
 constexpr std::int64_t kBlockBytes = 16384;  // of x: a block stays in the first cache
 
+// The rows of a call, one after the other, where they lie.
 template <class Vec, class X, bool Strided>
-void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+class RowsInPlace {
+ public:
+  RowsInPlace(const ForwardCall& call, std::int64_t begin, int)
+      : call_(call), cursor_(call.x_rows.outer, begin) {}
+
+  // Where element `column` of the current row lies.
+  const X* at(std::int64_t column) const {
+    return static_cast<const X*>(call_.x) + cursor_.offset() + column * call_.x_rows.stride;
+  }
+  // Where the memory will be read when the sum of the part that begins there is taken.
+  const void* source(std::int64_t column) const { return at(column); }
+  typename Vec::Scalar sum(const RowReader<Vec, X, Strided>& part, std::int64_t) const {
+    constexpr bool kSplit = !Strided && std::is_same_v<X, bf16>;
+    return sum_of_squares<Vec, kSplit>(part, call_.width);
+  }
+  void next() { cursor_.next(); }
+
+ private:
+  const ForwardCall& call_;
+  RowCursor cursor_;
+};
+
+template <class X>
+int parts_of_block(const ForwardCall& call) {
+  const std::int64_t part = call.d / call.groups;
+  const std::int64_t fitting = kBlockBytes / (part * static_cast<std::int64_t>(sizeof(X)) + 1);
+  return static_cast<int>(fitting < 1 ? 1 : fitting > kBlock ? kBlock : fitting);
+}
+
+// AllRows: where the rows come from, RowsInPlace or a class like it.
+template <class Vec, class X, bool Strided, class AllRows, class Call>
+void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t begin,
+                    std::int64_t end) {
   using T = typename Vec::Scalar;
   ScaleRow<T> scale = nullptr;
   if constexpr (!Strided) scale = pick_scale<Vec, X>(call);
@@ -560,42 +427,41 @@ void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end)
     T sum, rstd;
   };
   Part block[kBlock];
-  const std::int64_t fitting = kBlockBytes / (part * static_cast<std::int64_t>(sizeof(X)) + 1);
-  const int block_size = static_cast<int>(fitting < 1 ? 1 : fitting > kBlock ? kBlock : fitting);
+  const int block_size = parts_of_block<X>(call);
 
   // 0 without a weight: nothing else may be added to a null pointer.
   const std::int64_t weight_size = call.weight ? element_size(call.weight_type) : 0;
   const std::int64_t y_size = element_size(call.y_type);
+  T* rstds = call.rstd ? static_cast<T*>(call.rstd) + begin * groups : nullptr;
 
-  RowCursor cursor(call.outer, begin);
+  AllRows rows(whole, begin, block_size);
   std::int64_t row = begin;
   std::int64_t group = 0;
   while (row < end) {
     int count = 0;
     for (; count < block_size && row < end; ++count) {
       Part& current = block[count];
-      const X* data = static_cast<const X*>(call.x) + cursor.offset();
-      current.reader = {data + group * part * call.x_stride, call.x_stride};
       current.row = row;
       current.column = group * part;
-      current.sum = sum_of_squares(current.reader, call.width);
+      current.reader = {rows.at(current.column), call.x_rows.stride};
+      current.sum = rows.sum(current.reader, current.column);
       if (++group == groups) {
         group = 0;
         ++row;
-        cursor.next();
+        rows.next();
       }
     }
     for (int i = 0; i < count; ++i) block[i].rstd = inverse_rms<T>(call, block[i].sum);
-    const X* next = static_cast<const X*>(call.x) + cursor.offset() + group * part * call.x_stride;
     // Unsigned: the difference wraps around, and back when it is added.
     const std::uintptr_t ahead = row < end
-                                     ? reinterpret_cast<std::uintptr_t>(next) -
+                                     ? reinterpret_cast<std::uintptr_t>(rows.source(group * part)) -
                                            reinterpret_cast<std::uintptr_t>(block[0].reader.data)
                                      : 0;
     for (int i = 0; i < count; ++i) {
-      const Part& current = block[i];
-      if (__builtin_expect(out_of_range<T>(call, current.sum), 0)) {
-        if (redo<T>(call, current.reader, current.column, part, current.row)) continue;
+      Part& current = block[i];
+      if (__builtin_expect(out_of_range<T>(call, current.sum), 0) &&
+          redo<T>(call, current.reader, current.column, part, current.row, current.rstd)) {
+        continue;
       }
       if constexpr (!Strided) {
         if (scale) {
@@ -610,8 +476,16 @@ void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end)
       finish_slowly<T>(call, current.column, current.column + part, current.row,
                        [&](std::int64_t j) { return current.reader.at(j) * current.rstd; });
     }
+    if (rstds) {
+      for (int i = 0; i < count; ++i) *rstds++ = block[i].rstd;
+    }
   }
   if (call.stream) Vec::fence();
+}
+
+template <class Vec, class X, bool Strided>
+void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+  normalise_rows<Vec, X, Strided, RowsInPlace<Vec, X, Strided>>(call, call, begin, end);
 }
 
 // Never inlined, so that no arithmetic can move out of the scope of its caller's KeepSubnormals.
@@ -620,13 +494,13 @@ template <class Isa, class X>
   if constexpr (std::is_same_v<X, double>) {
     if (call.compute == DType::f32) {
       forward_rows<typename Isa::F32, X, true>(call, begin, end);
-    } else if (call.x_stride != 1) {
+    } else if (call.x_rows.stride != 1) {
       forward_rows<typename Isa::F64, X, true>(call, begin, end);
     } else {
       forward_rows<typename Isa::F64, X, false>(call, begin, end);
     }
   } else {
-    if (call.x_stride != 1) {
+    if (call.x_rows.stride != 1) {
       forward_rows<typename Isa::F32, X, true>(call, begin, end);
     } else {
       forward_rows<typename Isa::F32, X, false>(call, begin, end);
@@ -705,11 +579,6 @@ void prepare_weight(DType type, const void* weight, std::int64_t count, double o
     case DType::none:
       return;
   }
-}
-
-template <class Isa>
-constexpr Kernels make_kernels() {
-  return {Isa::kName, &forward<Isa>, &prepare_weight<Isa>};
 }
 
 }  // namespace

@@ -46,6 +46,10 @@ constexpr Name<Rounding> kRounding[] = {{"before_weight", Rounding::before_weigh
 constexpr Name<Output> kOutput[] = {
     {"input", Output::input}, {"promote", Output::promote}, {"weight", Output::weight}};
 
+constexpr Name<Gate> kGate[] = {
+    {"None", Gate::none}, {"silu", Gate::silu}, {"sigmoid", Gate::sigmoid}};
+constexpr Name<bool> kGateOrder[] = {{"before", true}, {"after", false}};
+
 bool set_field(Spec& spec, std::string_view name, std::string_view value) {
   if (name == "eps") {
     spec.has_eps = value != "None";
@@ -64,9 +68,8 @@ bool set_field(Spec& spec, std::string_view name, std::string_view value) {
   if (name == "partial") {
     return parse_number(value, spec.partial) && spec.partial > 0.0 && spec.partial <= 1.0;
   }
-  // Of the gated operation: this one does not look at them.
-  if (name == "gate") return value == "None" || value == "silu" || value == "sigmoid";
-  return name == "gate_order" && (value == "before" || value == "after");
+  if (name == "gate") return choose(value, kGate, spec.gate);
+  return name == "gate_order" && choose(value, kGateOrder, spec.gate_before);
 }
 
 Spec parse(std::string_view text) {

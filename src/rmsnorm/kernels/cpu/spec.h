@@ -22,6 +22,8 @@ struct Spec {
   Output output = Output::input;
   std::int64_t groups = 1;
   double partial = 1.0;
+  Gate gate = Gate::none;
+  bool gate_before = true;
 };
 
 // The spec that `text` encodes, from a cache after the first time. Throws std::invalid_argument.

@@ -6,6 +6,7 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -107,6 +108,19 @@ __m256i cvtps_ph(__m512 a) {
   return reinterpret<__m256i>(to);
 }
 
+// VFMADD213PS, VFMADD213PD: SIMDe rounds the product and the sum apart.
+template <class T, class Register>
+Register fmadd(Register a, Register b, Register c) {
+  using Values = Lanes<T, sizeof(Register) / sizeof(T)>;
+  auto result = reinterpret<Values>(c);
+  const auto x = reinterpret<Values>(a);
+  const auto y = reinterpret<Values>(b);
+  for (std::size_t i = 0; i < sizeof(Register) / sizeof(T); ++i) {
+    result.at[i] = std::fma(x.at[i], y.at[i], result.at[i]);
+  }
+  return reinterpret<Register>(result);
+}
+
 // VFPCLASSPS, category 0x20: subnormal, unless MXCSR.DAZ makes it zero.
 template <int Category>
 __mmask16 fpclass_ps_mask(__m512 a) {
@@ -156,6 +170,10 @@ void stream(void* p, const Register& a) {
 #define _mm512_cvtepi32_epi16(a) emulated::cvtepi32_epi16(a)
 #define _mm512_cvtph_ps(a) emulated::cvtph_ps(a)
 #define _mm512_cvtps_ph(a, control) emulated::cvtps_ph<(control)>(a)
+#undef _mm512_fmadd_ps
+#undef _mm512_fmadd_pd
+#define _mm512_fmadd_ps(a, b, c) emulated::fmadd<float>(a, b, c)
+#define _mm512_fmadd_pd(a, b, c) emulated::fmadd<double>(a, b, c)
 #define _mm512_fpclass_ps_mask(a, category) emulated::fpclass_ps_mask<(category)>(a)
 #define _mm512_cvtneps_pbh(a) emulated::cvtneps_pbh(a)
 #define _mm512_stream_ps(p, a) emulated::stream(p, a)

@@ -17,6 +17,8 @@ struct Avx2F32 {
   static Reg set1(float value) { return _mm256_set1_ps(value); }
   static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
+  // a * b + c, rounded once.
+  static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
 
   static Reg load(const float* p) { return _mm256_loadu_ps(p); }
   static Reg load(const bf16* p) {
@@ -87,6 +89,12 @@ struct Avx2F32 {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), joined);
     }
   }
+  // The same for pairs that are rounded already.
+  static void store_rounded_split(bf16* p, Reg a, Reg b) {
+    _mm256_storeu_si256(
+        reinterpret_cast<__m256i*>(p),
+        _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b)));
+  }
   static Reg round_split(Reg a) {
     return _mm256_castsi256_ps(_mm256_and_si256(nearest_bf16(a), upper_halves()));
   }
@@ -128,6 +136,7 @@ struct Avx2F64 {
   static Reg set1(double value) { return _mm256_set1_pd(value); }
   static Reg add(Reg a, Reg b) { return _mm256_add_pd(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm256_mul_pd(a, b); }
+  static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_pd(a, b, c); }
   static Reg load(const double* p) { return _mm256_loadu_pd(p); }
   static void store2(double* p, Reg a, Reg b) {
     _mm256_storeu_pd(p, a);

@@ -19,6 +19,8 @@ struct Avx512F32 {
   static Reg set1(float value) { return _mm512_set1_ps(value); }
   static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
+  // a * b + c, rounded once.
+  static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
 
   static Reg load(const float* p) { return _mm512_loadu_ps(p); }
   static Reg load(const bf16* p) {
@@ -92,6 +94,11 @@ struct Avx512F32 {
       _mm512_storeu_si512(p, joined);
     }
   }
+  // The same for pairs that are rounded already.
+  static void store_rounded_split(bf16* p, Reg a, Reg b) {
+    _mm512_storeu_si512(
+        p, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b)));
+  }
   static Reg round_split(Reg a) {
     return _mm512_castsi512_ps(_mm512_and_si512(nearest_bf16(a), upper_halves()));
   }
@@ -144,6 +151,7 @@ struct Avx512F64 {
   static Reg set1(double value) { return _mm512_set1_pd(value); }
   static Reg add(Reg a, Reg b) { return _mm512_add_pd(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm512_mul_pd(a, b); }
+  static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_pd(a, b, c); }
   static Reg load(const double* p) { return _mm512_loadu_pd(p); }
   static void store2(double* p, Reg a, Reg b) {
     _mm512_storeu_pd(p, a);

@@ -17,6 +17,8 @@ struct NeonF32 {
   static Reg set1(float value) { return vdupq_n_f32(value); }
   static Reg add(Reg a, Reg b) { return vaddq_f32(a, b); }
   static Reg mul(Reg a, Reg b) { return vmulq_f32(a, b); }
+  // a * b + c, rounded once.
+  static Reg fma(Reg a, Reg b, Reg c) { return vfmaq_f32(c, a, b); }
 
   static Reg load(const float* p) { return vld1q_f32(p); }
   static Reg load(const bf16* p) {
@@ -70,6 +72,11 @@ struct NeonF32 {
   static void store_split(bf16* p, Reg a, Reg b) {
     vst1q_u16(&p->bits, vreinterpretq_u16_u32(vsriq_n_u32(nearest_bf16(b), nearest_bf16(a), 16)));
   }
+  // The same for pairs that are rounded already.
+  static void store_rounded_split(bf16* p, Reg a, Reg b) {
+    vst1q_u16(&p->bits, vreinterpretq_u16_u32(
+                            vsriq_n_u32(vreinterpretq_u32_f32(b), vreinterpretq_u32_f32(a), 16)));
+  }
   static Reg round_split(Reg a) {
     return vreinterpretq_f32_u32(vandq_u32(nearest_bf16(a), vdupq_n_u32(0xffff0000u)));
   }
@@ -99,6 +106,7 @@ struct NeonF64 {
   static Reg set1(double value) { return vdupq_n_f64(value); }
   static Reg add(Reg a, Reg b) { return vaddq_f64(a, b); }
   static Reg mul(Reg a, Reg b) { return vmulq_f64(a, b); }
+  static Reg fma(Reg a, Reg b, Reg c) { return vfmaq_f64(c, a, b); }
   static Reg load(const double* p) { return vld1q_f64(p); }
   static void store2(double* p, Reg a, Reg b) {
     vst1q_f64(p, a);

@@ -88,6 +88,10 @@ inline double narrow<double>(double value) {
   return value;
 }
 
+// a * b + c, rounded once, by whatever means.
+inline float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fused_multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+
 template <class T>
 struct ScalarVec {
   using Scalar = T;
@@ -98,6 +102,8 @@ struct ScalarVec {
   static Reg set1(T value) { return value; }
   static Reg add(Reg a, Reg b) { return a + b; }
   static Reg mul(Reg a, Reg b) { return a * b; }
+  // a * b + c, rounded once.
+  static Reg fma(Reg a, Reg b, Reg c) { return fused_multiply_add(a, b, c); }
   template <class X>
   static Reg load(const X* p) {
     return widen(*p);
@@ -129,6 +135,7 @@ struct ScalarVec {
   static void store_split(bf16* p, Reg a, Reg b) {
     store2(p, a, b);
   }
+  static void store_rounded_split(bf16* p, Reg a, Reg b) { store2(p, a, b); }
   static Reg round_split(Reg a) { return round_to<bf16>(a); }
 };
 
