@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from decimal import Context, Decimal
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,30 +69,236 @@ def rms_norm(
     spec: NormSpec | str = "torch",
     bias: Tensor | None = None,
     ndim: int = 1,
+    x_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What the spec says, of ``x`` (..., *normalized_shape), in the dtype that it says."""
-    convention = as_spec(spec)
-    in_float64 = x.dtype == torch.float64 and convention.accumulate == "input"
-    compute = torch.float64 if in_float64 else torch.float32
-    if eps is None:
-        eps = convention.eps
-    if eps is None:
-        eps = 2.0**-52 if in_float64 else 2.0**-23
-    e = float(round_to(np.array(eps), compute))
+    """What the spec says, of ``x`` (..., *normalized_shape), in the dtype that it says.
 
-    lead = x.dim() - ndim
-    d = math.prod(x.shape[lead:])
-    rows = math.prod(x.shape[:lead])
-    values = round_to(to_array(x), compute).reshape(rows * convention.groups, -1 if d else 0)
-    n = convention.width(d)
+    ``x_dtype`` is what the spec calls x's dtype, where that is not the dtype of ``x``.
+    """
+    convention = as_spec(spec)
+    rows = _Rows(x, eps, convention, ndim)
     with np.errstate(all="ignore"):
-        if in_float64:
-            high, low = _xhat_pair(values, n, e, convention)
-        else:
-            high, low = _xhat(values, n, e, convention), np.zeros_like(values)
-        high, low = high.reshape(rows, d), low.reshape(rows, d)
-        y = _finish(high, low, x.dtype, weight, bias, compute, convention)
+        high, low = rows.xhat()
+        y = _finish(high, low, x_dtype or x.dtype, weight, bias, rows.compute, convention)
     return y.reshape(x.shape)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    spec: NormSpec | str = "torch",
+    ndim: int = 1,
+    alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(y, h)``: the sum h = residual + alpha * x, and its norm.
+
+    The sum is exact until it is rounded to the dtype that holds both (at least float32), and from
+    there to that of h. alpha is rounded to the dtype that holds both, to float32 if another one is
+    asked for.
+    """
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = float(round_to(np.array(alpha), dtype if residual_dtype in (None, dtype) else wide))
+    h = to_tensor(_fused(to_array(x), factor, to_array(residual), wide), residual_dtype or dtype)
+    return rms_norm(h, weight, eps, spec=spec, ndim=ndim, x_dtype=x.dtype), h
+
+
+def _fused(x: Array, alpha: float, residual: Array, dtype: torch.dtype) -> Array:
+    """alpha * x + residual, rounded once."""
+    with np.errstate(all="ignore"):
+        plain = np.asarray(alpha * x + residual)
+        if dtype == torch.float64:
+            for i in np.ndindex(plain.shape):
+                if np.isfinite(x[i]) and np.isfinite(residual[i]) and plain[i] != 0.0:
+                    exact = Fraction(alpha) * Fraction(float(x[i])) + Fraction(float(residual[i]))
+                    plain[i] = _nearest(exact)
+            return plain
+        # The product is exact. The sum is brought to an odd last bit where it is not, so that the
+        # next rounding goes where the exact sum would go.
+        product = alpha * x
+        virtual = plain - product
+        error = (product - (plain - virtual)) + (residual - virtual)
+        last_bit = np.ascontiguousarray(plain).view(np.int64).reshape(plain.shape) & 1
+        towards = np.copysign(np.inf, error)
+        odd = np.where((error != 0.0) & (last_bit == 0), np.nextafter(plain, towards), plain)
+        return round_to(np.where(np.isfinite(error), odd, plain), dtype)
+
+
+def _nearest(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.copysign(math.inf, exact)
+
+
+class Gradients(NamedTuple):
+    """The exact gradients of :func:`rms_norm`, before they are rounded; and what they add up."""
+
+    dx: Array
+    dweight: Array
+    dbias: Array
+    dx_size: Array
+    """The sums of the magnitudes of the terms that dx is the sum of."""
+    dweight_size: Array
+    """The sums of the magnitudes of the terms that dweight is the sum of."""
+    dbias_size: Array
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    spec: NormSpec | str = "torch",
+    ndim: int = 1,
+    dresidual: Tensor | None = None,
+) -> Gradients:
+    """The gradients, given the gradient ``dy`` of the result; roundings have a slope of 1.
+
+    ``dresidual`` reaches x past the norm: it is added to dx. Float64 rows, and float32 rows whose
+    two terms nearly cancel, are computed in integers and 60 decimal digits.
+    """
+    convention = as_spec(spec)
+    rows = _Rows(x, eps, convention, ndim)
+    d = rows.values.shape[1] * convention.groups
+    incoming = to_array(dy).reshape(rows.values.shape)
+    w = np.ones(d) if weight is None else to_array(weight).reshape(-1)
+    if convention.offset and weight is not None:
+        w = round_to(round_to(w, rows.compute) + convention.offset, rows.compute)
+    w = np.broadcast_to(w, (rows.count, d)).reshape(rows.values.shape)
+    with np.errstate(all="ignore"):
+        xhat = rows.xhat()[0]
+        terms = (incoming.reshape(rows.count, d) * xhat).astype(np.longdouble)
+        dx, dx_size = _dx(incoming, w, rows)
+    if dresidual is not None:
+        dx = dx + to_array(dresidual).reshape(dx.shape)
+    shape = x.shape[x.dim() - ndim :]
+    dbias = incoming.reshape(rows.count, d).astype(np.longdouble)
+    sums = [t.sum(axis=0).astype(float) for t in (terms, dbias, abs(terms), abs(dbias))]
+    dweight, dbias, dweight_size, dbias_size = (total.reshape(shape) for total in sums)
+    return Gradients(
+        dx.reshape(x.shape), dweight, dbias, dx_size.reshape(x.shape), dweight_size, dbias_size
+    )
+
+
+def _dx(dy: Array, w: Array, rows: _Rows) -> tuple[Array, Array]:
+    """dx and the magnitudes it is the sum of, both (rows * groups, d / groups)."""
+    x, n, spec = rows.values, rows.width, rows.spec
+    counted = np.arange(x.shape[1]) < n
+    c2 = 1.0 if spec.reduce == "sum" else float(n)
+    u = dy * w
+    norm = np.sqrt(np.square(x[:, :n]).sum(axis=1, keepdims=True))
+    rstd = _rstd(x, n, rows.eps, spec)
+    k = np.ones_like(norm)
+    if spec.eps_in == "root":
+        k = np.where(norm > 0.0, np.sqrt(c2) / (rstd * norm), 0.0)
+    if spec.eps_in == "clamp":
+        k = np.where(norm >= rows.eps, 1.0, 0.0)
+    through = np.where(counted, x * rstd * k / c2, 0.0)
+    dx = (u - through * (u * x * rstd).sum(axis=1, keepdims=True)) * rstd
+    size = (abs(u) + abs(through) * abs(u * x * rstd).sum(axis=1, keepdims=True)) * rstd
+    finite = np.isfinite(x).all(axis=1) & np.isfinite(u).all(axis=1) & np.isfinite(rstd[:, 0])
+    if rows.compute == torch.float64:
+        finite = np.isfinite(x).all(axis=1) & np.isfinite(dy).all(axis=1)
+        finite &= (norm[:, 0] > 0.0) | (x != 0.0).any(axis=1) | (rows.eps > 0.0)
+        again = finite
+    else:
+        remains = np.linalg.norm(dx[:, :n], axis=1)
+        again = finite & (remains < 2.0**-16 * np.linalg.norm(size[:, :n], axis=1))
+    for row in np.flatnonzero(again):
+        dx[row], size[row] = _exact_dx(dy[row], w[row], x[row], n, rows.eps, spec)
+    return dx, size
+
+
+def _exact_dx(
+    dy: Array, w: Array, x: Array, n: int, eps: float, spec: NormSpec
+) -> tuple[list[float], list[float]]:
+    """dx of one row, and the magnitudes it is the sum of.
+
+    With N = |x| over the counted elements and c^2 their number (1 for a sum), both are a factor
+    times u_i (N^2 + ...) - x_i sum(u x), whose first part and sum are integers on some power of 2:
+    mean_square: c/D^3 (u_i N^2 - x_i sum(u x) + u_i c^2 eps), D^2 = N^2 + c^2 eps;
+    root: c/(D^2 N) (u_i N^2 - x_i sum(u x) + u_i c eps N), D = N + c eps; clamp: without eps.
+    """
+    exact = _DIGITS
+    (xs, x_power), (dys, dy_power), (ws, w_power) = (_integers(v) for v in (x, dy, w))
+    us = [a * b for a, b in zip(dys, ws, strict=True)]
+    u_unit = exact.power(Decimal(2), dy_power + w_power)
+    square_unit = exact.power(Decimal(4), x_power)
+    square = sum(v * v for v in xs[:n])
+    pull = sum(u * v for u, v in zip(us, xs, strict=True))
+    c2 = Decimal(1 if spec.reduce == "sum" else n)
+    c, e = exact.sqrt(c2), Decimal(eps)
+    norm2 = exact.multiply(Decimal(square), square_unit)
+    norm = exact.sqrt(norm2)
+    if spec.eps_in == "mean_square":
+        extra = exact.multiply(c2, e)
+        big_d = exact.sqrt(exact.add(norm2, extra))
+    elif spec.eps_in == "root":
+        extra = exact.multiply(exact.multiply(c, e), norm)
+        big_d = exact.add(norm, exact.multiply(c, e))
+    else:
+        extra = Decimal(0)
+        big_d = max(norm, e)
+    rstd = exact.divide(c, big_d)
+    dx = [exact.multiply(exact.multiply(Decimal(u), u_unit), rstd) for u in us]
+    size = [abs(v) for v in dx]
+    if norm and not (spec.eps_in == "clamp" and norm < e):
+        other_d = norm if spec.eps_in == "root" else big_d
+        factor = exact.divide(rstd, exact.multiply(big_d, other_d))
+        pull_size = sum(abs(u * v) for u, v in zip(us, xs, strict=True))
+        pull_unit = exact.multiply(exact.multiply(square_unit, u_unit), factor)
+        for i in range(n):
+            pulled = exact.multiply(Decimal(abs(xs[i]) * pull_size), pull_unit)
+            size[i] = exact.add(size[i], pulled)
+            whole = exact.multiply(Decimal(us[i] * square - xs[i] * pull), square_unit)
+            total = exact.add(whole, exact.multiply(Decimal(us[i]), extra))
+            dx[i] = exact.multiply(exact.multiply(total, u_unit), factor)
+    return [float(v) for v in dx], [float(v) for v in size]
+
+
+def _integers(values: Array) -> tuple[list[int], int]:
+    """``values`` as integers times one power of two."""
+    mantissas, exponents = np.frexp(values)
+    lowest = int(exponents[mantissas != 0.0].min(initial=2000))
+    whole = np.ldexp(mantissas, 53).astype(np.int64).tolist()
+    shifts = np.maximum(exponents - lowest, 0).tolist()
+    return [m << s for m, s in zip(whole, shifts, strict=True)], lowest - 53
+
+
+class _Rows:
+    """x cut into rows and groups, in the values and with the eps that the spec computes with."""
+
+    def __init__(self, x: Tensor, eps: float | None, spec: NormSpec, ndim: int) -> None:
+        self.spec = spec
+        in_float64 = x.dtype == torch.float64 and spec.accumulate == "input"
+        self.compute = torch.float64 if in_float64 else torch.float32
+        if eps is None:
+            eps = spec.eps
+        if eps is None:
+            eps = 2.0**-52 if in_float64 else 2.0**-23
+        self.eps = float(round_to(np.array(eps), self.compute))
+        lead = x.dim() - ndim
+        d = math.prod(x.shape[lead:])
+        self.count = math.prod(x.shape[:lead])
+        self.width = spec.width(d)
+        rounded = round_to(to_array(x), self.compute)
+        self.values = rounded.reshape(self.count * spec.groups, d // spec.groups)
+
+    def xhat(self) -> tuple[Array, Array]:
+        """xhat (rows, d) as a pair of float64."""
+        if self.compute == torch.float64:
+            high, low = _xhat_pair(self.values, self.width, self.eps, self.spec)
+        else:
+            high = self.values * _rstd(self.values, self.width, self.eps, self.spec)
+            low = np.zeros_like(high)
+        d = self.values.shape[1] * self.spec.groups
+        return high.reshape(self.count, d), low.reshape(self.count, d)
 
 
 def _finish(
@@ -133,8 +340,8 @@ def _finish(
     return to_tensor(np.where(np.isfinite(high), high + low, high), out_dtype)
 
 
-def _xhat(rows: Array, n: int, e: float, spec: NormSpec) -> Array:
-    """xhat of float32 rows (rows, d), good to float64."""
+def _rstd(rows: Array, n: int, e: float, spec: NormSpec) -> Array:
+    """1/rms (rows, 1) of float32 rows, good to float64."""
     total = np.square(rows[:, :n]).sum(axis=1, keepdims=True)
     mean = total if spec.reduce == "sum" else total / n
     if spec.eps_in == "mean_square":
@@ -143,7 +350,7 @@ def _xhat(rows: Array, n: int, e: float, spec: NormSpec) -> Array:
         rstd = 1.0 / (np.sqrt(mean) + e)
     else:
         rstd = np.sqrt(float(n)) / np.maximum(np.sqrt(total), e)
-    return np.asarray(rows * rstd)
+    return np.asarray(rstd)
 
 
 def _xhat_pair(rows: Array, n: int, e: float, spec: NormSpec) -> tuple[Array, Array]:

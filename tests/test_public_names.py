@@ -44,6 +44,24 @@ def test_import_loads_nothing_else() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch, rmsnorm",
+        "import rmsnorm, torch; rmsnorm.rms_norm(torch.ones(2))",
+        "import torch; import rmsnorm.ops.rms_norm; import rmsnorm.ops.add_rms_norm",
+    ],
+)
+def test_the_operations_are_there_once_torch_is(code: str) -> None:
+    run(
+        f"{code}\n"
+        "operations = torch.ops.rmsnorm\n"
+        "for name in ('rms_norm', 'rms_norm_fwd', 'rms_norm_bwd', 'add_rms_norm',\n"
+        "             'add_rms_norm_fwd', 'add_rms_norm_', 'gated_rms_norm'):\n"
+        "    getattr(operations, name)\n"
+    )
+
+
 def test_lists_are_normalised_without_torch() -> None:
     run(
         "import sys\n"

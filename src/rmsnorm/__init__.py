@@ -15,9 +15,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rmsnorm.modules import RMSNorm
+    from rmsnorm.modules import GatedRMSNorm, RMSNorm
     from rmsnorm.ops.extension import cpu_isa
-    from rmsnorm.ops.route import rms_norm
+    from rmsnorm.ops.route import add_rms_norm, gated_rms_norm, rms_norm
+    from rmsnorm.optim import no_decay
     from rmsnorm.rewrite.identify import identify
     from rmsnorm.rewrite.patch import patch, unpatch
     from rmsnorm.rewrite.report import PatchReport
@@ -26,12 +27,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GatedRMSNorm",
     "NormSpec",
     "PatchReport",
     "RMSNorm",
     "__version__",
+    "add_rms_norm",
     "cpu_isa",
+    "gated_rms_norm",
     "identify",
+    "no_decay",
     "patch",
     "rms_norm",
     "specs",
@@ -39,11 +44,15 @@ __all__ = [
 ]
 
 _HOME = {
+    "GatedRMSNorm": "rmsnorm.modules",
     "NormSpec": "rmsnorm.spec",
     "PatchReport": "rmsnorm.rewrite.report",
     "RMSNorm": "rmsnorm.modules",
+    "add_rms_norm": "rmsnorm.ops.route",
     "cpu_isa": "rmsnorm.ops.extension",
+    "gated_rms_norm": "rmsnorm.ops.route",
     "identify": "rmsnorm.rewrite.identify",
+    "no_decay": "rmsnorm.optim",
     "patch": "rmsnorm.rewrite.patch",
     "rms_norm": "rmsnorm.ops.route",
     "specs": "rmsnorm.spec",
@@ -65,4 +74,4 @@ def __dir__() -> list[str]:
 
 if sys.modules.get("torch") is not None:
     # Who has torch loaded may go straight to torch.ops.rmsnorm.
-    importlib.import_module("rmsnorm.ops.rms_norm")
+    importlib.import_module("rmsnorm.ops.route").operations()

@@ -1,13 +1,15 @@
-"""RMSNorm as a module, with the signature of ``torch.nn.RMSNorm``."""
+"""RMSNorm as modules: with the signature of ``torch.nn.RMSNorm``, and with a gate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.ops import gated_rms_norm as gated_operation
 from rmsnorm.ops import rms_norm as operation
 from rmsnorm.ops.route import as_shape
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
@@ -110,6 +112,121 @@ class RMSNorm(nn.Module):
         )
         name = _name_of(self.spec)
         return text if name == "torch" else f"{text}, spec={name!r}"
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm over the last dimension, multiplied by an activated gate before or after.
+
+    As the mixers of Mamba2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060, section 7.1), of
+    Zamba2, Nemotron-H and Falcon-H1, and of the gated delta nets (Yang et al. 2024,
+    https://arxiv.org/abs/2412.06464) of Qwen3-Next and Kimi Linear use it; the formula is that of
+    :func:`rmsnorm.gated_rms_norm`. The parameter is called ``weight``, as in the classes of
+    transformers, so their state dicts load.
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: the constant beside the mean square; ``None`` takes the spec's.
+        group_size: take the mean square over parts of this many elements; ``None`` takes the
+            spec's ``groups``, which is 1 in every named spec.
+        device: of the weight.
+        dtype: of the weight.
+        spec: the convention, a :class:`~rmsnorm.NormSpec` with a gate or the name of one in
+            :data:`rmsnorm.specs`: ``"mamba2"``, ``"falcon_h1"``, ``"qwen3_next"``,
+            ``"kimi_linear"``.
+        elementwise_affine: whether there is a weight.
+
+    Shape:
+        input and gate (..., hidden_size), output the same, contiguous; float32, float64, bfloat16
+        or float16, the output in the dtype that the spec names.
+
+    The weight starts at 1, or at 0 for a zero-centred spec (offset 1).
+
+    Raises:
+        ValueError: a negative size, a group_size that does not divide it, a bad eps, an unknown
+            spec or one without a gate.
+        TypeError: a size that is not an int.
+
+    Example:
+        >>> norm = GatedRMSNorm(4, eps=0.0, group_size=2)
+        >>> x, gate = torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.ones(4)
+        >>> norm(x, gate).detach()
+        tensor([1., 1., 1., 1.])
+        >>> GatedRMSNorm(4, spec="kimi_linear")
+        GatedRMSNorm(4, eps=None, group_size=None, elementwise_affine=True, spec='kimi_linear')
+    """
+
+    __constants__ = ("elementwise_affine", "eps", "group_size", "hidden_size")
+    hidden_size: int
+    eps: float | None
+    group_size: int | None
+    elementwise_affine: bool
+    spec: NormSpec
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float | None = None,
+        *,
+        group_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        spec: NormSpec | str = "mamba2",
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        shape = _shape(hidden_size)
+        if len(shape) != 1:
+            raise ValueError(f"hidden_size is {hidden_size!r}; expected one size")
+        self.hidden_size = shape[0]
+        self.eps = None if eps is None else check_eps(eps)
+        self.group_size = group_size
+        self.elementwise_affine = elementwise_affine
+        self.spec = as_spec(spec)
+        gated_operation.check_has_gate(self.spec)
+        if group_size is not None:
+            self.spec = gated_operation.with_group_size(self.spec, group_size, shape)
+        self.spec.width(self.hidden_size)  # refuses groups that do not fit
+        self._spec_without_gate = replace(self.spec, gate=None)
+        if elementwise_affine:
+            weight = torch.empty(shape, device=device, dtype=dtype)
+            operation.check_floating("weight", weight)
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to the value with which the norm only normalises."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.spec.offset)
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise ``hidden_states`` (..., hidden_size), with ``gate`` of the same shape.
+
+        Without a gate it is the spec's norm alone.
+
+        Raises:
+            ValueError: hidden_states does not end in ``hidden_size``, or gate has another shape.
+            TypeError: a dtype that has no RMSNorm.
+            RuntimeError: tensors on different devices.
+        """
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight  # a parametrization, or None
+        if weight is None:  # otherwise the operation compares hidden_states with the weight
+            operation.count_dimensions(hidden_states, (self.hidden_size,))
+        if gate is None:
+            return operation.forward(hidden_states, weight, None, self.eps, self._spec_without_gate)
+        return gated_operation.forward(hidden_states, gate, weight, self.eps, self.spec)
+
+    def extra_repr(self) -> str:
+        named = replace(self.spec, groups=1) if self.group_size is not None else self.spec
+        text = (
+            f"{self.hidden_size}, eps={self.eps}, group_size={self.group_size}, "
+            f"elementwise_affine={self.elementwise_affine}"
+        )
+        return f"{text}, spec={_name_of(named)!r}"
 
 
 def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:

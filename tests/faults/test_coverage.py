@@ -9,11 +9,8 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 
 LATER = {
-    "A10": "needs add_rms_norm and its backward",
-    "A23": "needs gated_rms_norm",
     "A24": "needs fold()",
     "A25": "needs the ONNX export",
-    "P30": "needs add_rms_norm",
     "P56": "needs watch()",
     "P58": "needs watch()",
     "P60": "needs watch()",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calls import HALVES, normalise, rows_of, same_bits, weight_of
+from calls import (
+    HALVES,
+    environment,
+    grid_hashes,
+    normalise,
+    other_isas,
+    rows_of,
+    same_bits,
+    weight_of,
+)
 from rmsnorm import cpu_isa, rms_norm, specs
 
 LARGER = (
@@ -183,47 +189,14 @@ def test_results_too_large_for_the_cache(dtype: torch.dtype) -> None:
         assert same_bits(whole[start : start + 64], rms_norm(x[start : start + 64], weight))
 
 
-def _environment() -> dict[str, str]:
-    tests = Path(__file__).resolve().parent.parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent / "src"), str(tests)])}
-
-
-def _hashes(isa: str | None, threads: int) -> dict[str, str]:
-    env = {**_environment(), "OMP_NUM_THREADS": str(threads)}
-    env.pop("RMSNORM_ISA", None)
-    if isa is not None:
-        env["RMSNORM_ISA"] = isa
-    script = Path(__file__).with_name("bit_grid.py")
-    run = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    answer: dict[str, str] = json.loads(run.stdout)
-    assert answer.pop("isa") == str(isa if isa is not None else cpu_isa())
-    assert answer.pop("threads") == str(threads)
-    return answer
-
-
-def _isas() -> list[str]:
-    """The instruction sets of this machine, other than the one in use."""
-    if cpu_isa() is None:
-        return []
-    found = ["scalar"]
-    flags = Path("/proc/cpuinfo")
-    words = set(flags.read_text().split()) if flags.exists() else set()
-    if platform.machine() in ("x86_64", "AMD64"):
-        found += ["avx2"] if "avx2" in words else []
-        found += ["avx512"] if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= words else []
-    else:
-        found += ["neon"]
-    return [isa for isa in found if isa != cpu_isa()]
+_GRID = Path(__file__).with_name("bit_grid.py")
 
 
 def test_threads_and_instruction_sets() -> None:
-    usual = _hashes(None, 2)
+    usual = grid_hashes(_GRID, None, 2)
     assert len(usual) > 500
-    others = {"1 thread": _hashes(None, 1)}
-    others |= {isa: _hashes(isa, 2) for isa in _isas()}
+    others = {"1 thread": grid_hashes(_GRID, None, 1)}
+    others |= {isa: grid_hashes(_GRID, isa, 2) for isa in other_isas()}
     for name, other in others.items():
         assert other.keys() == usual.keys()
         assert not [case for case in usual if usual[case] != other[case]], name
@@ -231,10 +204,10 @@ def test_threads_and_instruction_sets() -> None:
 
 @pytest.mark.skipif(cpu_isa() is None, reason="there are no kernels")
 def test_an_instruction_set_that_is_not_here_is_an_import_error() -> None:
-    isa = next(name for name in ("neon", "avx2") if name not in (cpu_isa(), *_isas()))
+    isa = next(name for name in ("neon", "avx2") if name not in (cpu_isa(), *other_isas()))
     run = subprocess.run(
         [sys.executable, "-c", "import rmsnorm; rmsnorm.cpu_isa()"],
-        env={**_environment(), "RMSNORM_ISA": isa},
+        env={**environment(), "RMSNORM_ISA": isa},
         capture_output=True,
         text=True,
     )

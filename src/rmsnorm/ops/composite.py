@@ -16,6 +16,7 @@ the formula has one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ _RANGES = {
     ),
 }
 
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def rms_norm(
@@ -78,7 +79,7 @@ def rms_norm(
     Returns:
         A contiguous tensor of x's shape and of the dtype ``spec.output`` names.
 
-    Nothing is validated: :func:`rmsnorm.ops.rms_norm.rms_norm` has done that.
+    Nothing is validated: :func:`rmsnorm.ops.rms_norm.forward` has done that.
 
     Example:
         >>> from rmsnorm.spec import specs
@@ -86,39 +87,216 @@ def rms_norm(
         >>> [round(v, 4) for v in rms_norm(x, torch.ones(2), None, 0.0, specs.torch, 1).tolist()]
         [0.8485, 1.1314]
     """
-    keep_float64 = x.dtype == torch.float64 and spec.accumulate == "input"
-    compute = torch.float64 if keep_float64 else torch.float32
-    if eps is None:
-        eps = _RANGES[compute].eps if spec.eps is None else spec.eps
+    return rms_norm_with_rstd(x, weight, bias, eps, spec, ndim, x.dtype)[0]
 
-    batch = x.shape[: x.dim() - ndim]
-    d = math.prod(x.shape[x.dim() - ndim :])
-    parts = (d,) if spec.groups == 1 else (spec.groups, d // spec.groups)
+
+def rms_norm_with_rstd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+    ndim: int,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm`, and what each row was multiplied by.
+
+    Args:
+        weight, bias: may have x's first dimensions too, where each of those has its own.
+        x_dtype: what counts as x's dtype where the spec rounds, and for the result. x may have
+            another one, which decides what accumulates: a residual that is kept in float32.
+
+    Returns:
+        y, and rstd: (..., groups), in the dtype that accumulates.
+    """
+    compute = compute_dtype(x.dtype, spec)
+    batch, parts, d = shape_of_rows(x, spec, ndim)
     row = x.to(compute).contiguous().reshape(*batch, *parts)
-    xhat = _normalise(row, spec.width(d), eps, spec).reshape(*batch, d)
+    grouped, rstd = normalise(row, spec.width(d), resolve_eps(eps, compute, spec), spec)
+    xhat = grouped.reshape(*batch, d)
 
     weight_dtype = None if weight is None else weight.dtype
     if spec.rounding == "before_weight":
-        xhat = xhat.to(x.dtype)
-    elif spec.rounding == "weight_dtype" and weight_dtype in _HALF_TYPES:
+        xhat = xhat.to(x_dtype)
+    elif spec.rounding == "weight_dtype" and weight_dtype in HALF_TYPES:
         xhat = xhat.to(weight_dtype)
 
-    multiply = _multiply_dtype(x.dtype, weight_dtype, compute, spec)
-    out_dtype = output_dtype(x.dtype, weight_dtype, spec)
+    multiply = multiply_dtype(x_dtype, weight_dtype, compute, spec)
+    out_dtype = output_dtype(x_dtype, weight_dtype, spec)
     y = xhat
     if weight is not None:
-        scale = weight.reshape(d)
+        scale = beside_rows(weight, ndim, batch, (d,))
         if spec.offset:
             scale = scale.to(compute) + spec.offset
         y = y.to(multiply) * scale.to(multiply)
     if bias is not None:
         if spec.rounding != "after_weight":
             y = y.to(out_dtype)
-        y = y.to(multiply) + bias.reshape(d).to(multiply)
-    return y.to(out_dtype).reshape(x.shape)
+        y = y.to(multiply) + beside_rows(bias, ndim, batch, (d,)).to(multiply)
+    return y.to(out_dtype).reshape(x.shape), rstd.reshape(*batch, spec.groups)
 
 
-def _multiply_dtype(
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+    ndim: int,
+    dresidual: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    lead: int = 0,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of :func:`rms_norm`, as expressions that can be differentiated again.
+
+    Derived in :mod:`rmsnorm.reference`; roundings pass the gradient straight through. rstd is
+    computed again from x, so that the next derivative knows where it comes from. float32 rows are
+    computed in float64 where the device has it.
+
+    Args:
+        dy: the gradient of the result, of x's shape, any strides.
+        x, weight, eps, spec, ndim: as the forward was given them.
+        dresidual: of x's shape, added to dx before that is rounded; or ``None``.
+        needs: whether dx, dweight and dbias are wanted.
+        lead: how many of the first dimensions have a dweight and dbias of their own; the weight
+            then has those dimensions too.
+
+    Returns:
+        dx, contiguous and in x's dtype; dweight in the weight's shape and dtype; dbias in the
+        normalised shape and the dtype that accumulates. ``None`` for what is not wanted.
+
+    Example:
+        >>> from rmsnorm.spec import specs
+        >>> dy, x = torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0])
+        >>> needs = (True, False, False)
+        >>> dx, _, _ = rms_norm_backward(dy, x, None, 0.0, specs.torch, 1, None, needs)
+        >>> [round(v, 4) for v in dx.tolist()]
+        [0.181, -0.1358]
+    """
+    compute = compute_dtype(x.dtype, spec)
+    wide = widest(x.device)
+    batch, parts, d = shape_of_rows(x, spec, ndim)
+    row = x.to(compute).to(wide).contiguous().reshape(*batch, *parts)
+    dy_row = dy.to(wide).reshape(*batch, *parts)
+    xhat, pull_back = linearise(row, spec.width(d), eps, compute, spec)
+
+    def over_rows(products: Tensor) -> Tensor:
+        rows = products.reshape(*batch[:lead], math.prod(batch[lead:]), d)
+        return rows.sum(lead).reshape(*batch[:lead], *x.shape[x.dim() - ndim :])
+
+    dx = dweight = dbias = None
+    if needs[0]:
+        u = dy_row
+        if weight is not None:
+            scale = beside_rows(weight, ndim, batch, parts)
+            if spec.offset:
+                scale = scale.to(compute) + spec.offset
+            u = u * scale.to(wide)
+        dx = pull_back(u).reshape(x.shape)
+        if dresidual is not None:
+            dx = dx + dresidual.to(wide)
+        dx = dx.to(x.dtype).contiguous()
+    if needs[1] and weight is not None:
+        dweight = over_rows(dy_row * xhat).to(weight.dtype)
+    if needs[2]:
+        dbias = over_rows(dy_row).to(compute)
+    return dx, dweight, dbias
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+    ndim: int,
+    alpha: float,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of ``h = residual + alpha * x``: (y, h, rstd).
+
+    h is rounded to its own dtype first, so y is that of two separate operations, bit for bit.
+
+    Args:
+        x, residual: (..., *normalized_shape), of any two floating dtypes.
+        weight, eps, spec, ndim: as for :func:`rms_norm`; what counts as x's dtype is the dtype of
+            the argument x.
+        alpha: the factor of x.
+        residual_dtype: the dtype of h, by default that to which residual and x promote.
+
+    Example:
+        >>> from rmsnorm.spec import specs
+        >>> x, residual = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0])
+        >>> y, h, _ = add_rms_norm(x, residual, None, 0.0, specs.torch, 1, 1.0, None)
+        >>> h.tolist(), [round(v, 4) for v in y.tolist()]
+        ([3.0, 4.0], [0.8485, 1.1314])
+    """
+    promoted = torch.promote_types(x.dtype, residual.dtype)
+    h_dtype = promoted if residual_dtype is None else residual_dtype
+    if alpha != 1.0 and h_dtype == promoted and promoted in HALF_TYPES:
+        # torch.add rounds alpha to a half type, then computes in float32, except for the elements
+        # after its last whole vector. Here all elements are alike, and exact up to the sum.
+        factor = torch.full((), alpha, dtype=promoted, device=x.device).to(torch.float32)
+        h = (residual.to(torch.float32) + factor * x.to(torch.float32)).to(h_dtype)
+    elif h_dtype == promoted:
+        h = torch.add(residual, x, alpha=alpha)
+    else:
+        wide = torch.float64 if promoted == torch.float64 else torch.float32
+        h = torch.add(residual.to(wide), x.to(wide), alpha=alpha).to(h_dtype)
+    h = h.contiguous()
+    y, rstd = rms_norm_with_rstd(h, weight, None, eps, spec, ndim, x.dtype)
+    return y, h, rstd
+
+
+def compute_dtype(x: torch.dtype, spec: NormSpec) -> torch.dtype:
+    """The dtype that accumulates a row of dtype ``x``.
+
+    Example:
+        >>> from rmsnorm.spec import specs
+        >>> compute_dtype(torch.float64, specs.torch), compute_dtype(torch.float64, specs.llama)
+        (torch.float64, torch.float32)
+    """
+    keep_float64 = x == torch.float64 and spec.accumulate == "input"
+    return torch.float64 if keep_float64 else torch.float32
+
+
+def resolve_eps(eps: float | None, compute: torch.dtype, spec: NormSpec) -> float:
+    """The eps of a call: the argument, else the spec's, else ``compute``'s machine epsilon.
+
+    Example:
+        >>> from rmsnorm.spec import specs
+        >>> resolve_eps(None, torch.float32, specs.torch) == 2.0**-23
+        True
+    """
+    if eps is not None:
+        return eps
+    return _RANGES[compute].eps if spec.eps is None else spec.eps
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest dtype in which ``device`` computes."""
+    return torch.float64 if _has_float64(device) else torch.float32
+
+
+def shape_of_rows(
+    x: Tensor, spec: NormSpec, ndim: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The dimensions before the rows, those of one row cut into groups, and its elements."""
+    batch = tuple(x.shape[: x.dim() - ndim])
+    d = math.prod(x.shape[x.dim() - ndim :])
+    return batch, (d,) if spec.groups == 1 else (spec.groups, d // spec.groups), d
+
+
+def beside_rows(
+    parameter: Tensor, ndim: int, batch: tuple[int, ...], parts: tuple[int, ...]
+) -> Tensor:
+    """A weight (*lead, *normalized_shape) in a shape that broadcasts with (*batch, *parts)."""
+    lead = parameter.shape[: parameter.dim() - ndim]
+    between = (1,) * (len(batch) - len(lead)) if lead else ()
+    return parameter.reshape(*lead, *between, *parts)
+
+
+def multiply_dtype(
     x: torch.dtype, weight: torch.dtype | None, compute: torch.dtype, spec: NormSpec
 ) -> torch.dtype:
     """The dtype in which xhat meets the weight: the wider of the two, and at least float32.
@@ -147,50 +325,116 @@ def output_dtype(x: torch.dtype, weight: torch.dtype | None, spec: NormSpec) -> 
     return torch.promote_types(x, weight) if spec.output == "promote" else weight
 
 
-def _normalise(row: Tensor, width: int, eps: float, spec: NormSpec) -> Tensor:
-    """xhat of ``row`` (..., d / groups), in its own dtype."""
+def normalise(row: Tensor, width: int, eps: float, spec: NormSpec) -> tuple[Tensor, Tensor]:
+    """xhat of ``row`` (..., d / groups) and rstd (..., 1), in the dtype of ``row``."""
     if width == 0:
-        return row.clone()
+        return row.clone(), row.new_zeros(*row.shape[:-1], 1)
     total = _sum_of_squares(row[..., :width])
     limits = _RANGES[row.dtype]
     # eps**2, because there eps stands beside the root of the mean, not beside the mean.
     floor = eps if spec.eps_in == "mean_square" else eps * eps
     can_vanish = (floor if spec.reduce == "sum" else floor * width) < limits.tiny
-    plain_eager = _is_plain_eager(row)
-    if plain_eager and _all_in_range(total, limits.tiny if can_vanish else 0.0):
-        return row * _rstd(total, width, eps, spec)
-
-    # A row that holds an infinite element may come along: it is 0 and nan either way.
-    redo = torch.isinf(total)
-    if can_vanish:
-        redo = redo | (total < limits.tiny)
-    if plain_eager and not redo.any():
-        return row * _rstd(total, width, eps, spec)
+    plain_eager = is_plain_eager(row)
+    redo = None
+    if not plain_eager or not _all_in_range(total, limits.tiny if can_vanish else 0.0):
+        # A row that holds an infinite element may come along: it is 0 and nan either way.
+        redo = torch.isinf(total)
+        if can_vanish:
+            redo = redo | (total < limits.tiny)
+    if redo is None or (plain_eager and not redo.any()):
+        rstd = _rstd(total, width, eps, spec)
+        return row * rstd, rstd
     # Each branch sees ones in the other's rows: torch.where stops a value that is not finite, but
     # its zero gradient times an infinite derivative would still be nan.
     usual = torch.where(redo, 1.0, row)
     extreme = torch.where(redo, row, 1.0)
-    usual = usual * _rstd(_sum_of_squares(usual[..., :width]), width, eps, spec)
-    return torch.where(redo, _normalise_extreme(extreme, width, eps, spec), usual)
+    rstd = _rstd(_sum_of_squares(usual[..., :width]), width, eps, spec)
+    extreme_xhat, extreme_rstd = _normalise_extreme(extreme, width, eps, spec)
+    return (
+        torch.where(redo, extreme_xhat, usual * rstd),
+        torch.where(redo, extreme_rstd, rstd),
+    )
 
 
-def _normalise_extreme(row: Tensor, width: int, eps: float, spec: NormSpec) -> Tensor:
-    """The same for rows whose squares leave the dtype's range: xhat, rounded once to that dtype."""
+def _normalise_extreme(
+    row: Tensor, width: int, eps: float, spec: NormSpec
+) -> tuple[Tensor, Tensor]:
+    """The same for rows whose squares leave the dtype's range, each rounded once to that dtype."""
     e = torch.full((), eps, dtype=row.dtype, device=row.device)
     if row.dtype == torch.float32 and _has_float64(row.device):
         wide = row.to(torch.float64)
         rstd = _rstd(_sum_of_squares(wide[..., :width]), width, e.to(torch.float64), spec)
-        return (wide * rstd).to(row.dtype)
+        return (wide * rstd).to(row.dtype), rstd.to(row.dtype)
     # Nothing wider is at hand: scale up what is small and down what is large, exactly. eps takes
     # the scale of what it stands beside. In steps, since the whole scale may be out of range.
     largest = row[..., :width].detach().abs().amax(dim=-1, keepdim=True)
     half_scale = _RANGES[row.dtype].half_scale
     half = torch.where(largest < 1.0, half_scale, torch.full_like(largest, 1.0 / half_scale))
     total = _sum_of_squares(row[..., :width] * half * half)
-    e = e * half * half
-    if spec.eps_in == "mean_square":
-        e = e * half * half
-    return row * half * _rstd(total, width, e, spec) * half
+    rstd = _rstd(total, width, _scaled_eps(e, half, spec), spec)
+    return row * half * rstd * half, rstd * half * half
+
+
+def _scaled_eps(eps: Tensor, half: Tensor, spec: NormSpec) -> Tensor:
+    """eps for a row that was multiplied by ``half`` twice."""
+    eps = eps * half * half
+    return eps * half * half if spec.eps_in == "mean_square" else eps
+
+
+def linearise(
+    row: Tensor, width: int, eps: float | None, compute: torch.dtype, spec: NormSpec
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """xhat of ``row`` (..., n), and the function that takes a gradient of xhat to one of ``row``.
+
+    That function is the transposed Jacobian of :mod:`rmsnorm.reference`'s derivation::
+
+        u -> rstd * (u - xhat * k * sum(u * xhat) / c^2)
+
+    Args:
+        row: in ``compute`` or wider.
+        width: how many elements of a row the norm is taken over.
+        eps, spec: as the forward was given them.
+        compute: the dtype that accumulated in the forward; eps is rounded to it.
+    """
+    if width == 0:
+        return row.clone(), torch.clone
+    eps = resolve_eps(eps, compute, spec)
+    e = torch.full((), eps, dtype=compute, device=row.device).to(row.dtype)
+    half: Tensor | float = 1.0
+    if row.dtype == compute:
+        # Nothing wider is at hand. Powers of two, applied twice, keep the squares in range. The
+        # larger of the row and eps decides, since the other is nothing beside it.
+        floor = math.sqrt(eps) if spec.eps_in == "mean_square" else eps
+        largest = row[..., :width].detach().abs().amax(dim=-1, keepdim=True).clamp(min=floor)
+        scale = _RANGES[row.dtype].half_scale
+        half = torch.where(largest > scale, 1.0 / scale, torch.ones_like(largest))
+        half = torch.where(largest < 1.0 / scale, scale, half)
+        e = _scaled_eps(e, half, spec)
+    total = _sum_of_squares(row[..., :width] * half * half)
+    rstd = _rstd(total, width, e, spec)
+    xhat = row * half * rstd * half
+
+    c2 = 1 if spec.reduce == "sum" else width
+    k: Tensor | float = 1.0
+    if spec.eps_in == "root":
+        root = _sqrt(total / c2)
+        nonzero = torch.where(root == 0.0, 1.0, root)
+        k = torch.where(root == 0.0, 0.0, (root + e) / nonzero)
+    elif spec.eps_in == "clamp":
+        k = (_sqrt(total) >= e).to(row.dtype)
+
+    def pull_back(u: Tensor) -> Tensor:
+        if row.shape[-1] == 1:
+            # u - xhat^2 u would be all rounding error where eps is small beside x^2.
+            left = {"mean_square": e * rstd * rstd, "root": e * rstd, "clamp": 1.0 - k}
+            return u * left[spec.eps_in] * rstd * half * half
+        through_norm = k * (u * xhat).sum(dim=-1, keepdim=True) / c2
+        inner = u[..., :width] - xhat[..., :width] * through_norm
+        if width < row.shape[-1]:
+            inner = torch.cat((inner, u[..., width:]), dim=-1)
+        return inner * rstd * half * half
+
+    return xhat, pull_back
 
 
 def _has_float64(device: torch.device) -> bool:
@@ -201,7 +445,7 @@ def _sum_of_squares(counted: Tensor) -> Tensor:
     """(..., n) -> (..., 1), in the order of a row within a batch."""
     squares = counted.pow(2)
     # 2**15 is the grain of PyTorch's CPU loops: above it a sum with one result is shared out.
-    if _is_plain_eager(squares) and squares.shape[-1] == squares.numel() > 2**15:
+    if is_plain_eager(squares) and squares.shape[-1] == squares.numel() > 2**15:
         return squares.expand(2, *squares.shape).sum(dim=-1, keepdim=True)[0]
     return squares.sum(dim=-1, keepdim=True)
 
@@ -237,7 +481,7 @@ def _all_in_range(total: Tensor, tiny: float) -> bool:
     return float(low) >= tiny and float(high) < math.inf
 
 
-def _is_plain_eager(x: Tensor) -> bool:
+def is_plain_eager(x: Tensor) -> bool:
     """Whether the values of ``x`` can be looked at, here and now, without waiting for a device."""
     if torch.compiler.is_compiling() or transforms.in_jit_trace():
         return False

@@ -1,34 +1,40 @@
-"""The operation ``rmsnorm::rms_norm``: schema, fake, kernels, and the checks on its arguments.
+"""The operation ``rmsnorm::rms_norm``, its backward, and the checks on their arguments.
 
-The operation is forward only: no autograd is registered, so that inference pays nothing for it. A
-call that needs a derivative takes :mod:`rmsnorm.ops.composite` instead.
+No autograd is registered for the operations, so that inference pays nothing for it. A call that
+needs a gradient takes an ``autograd.Function`` over ``rms_norm_fwd`` and ``rms_norm_bwd``, where
+there are kernels for them; any other derivative comes from :mod:`rmsnorm.ops.composite`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rmsnorm.ops import composite, extension
-from rmsnorm.ops.composite import output_dtype
-from rmsnorm.ops.transforms import needs_composite
+from rmsnorm.ops.composite import compute_dtype, output_dtype
+from rmsnorm.ops.library import first_of, or_nothing, to_front
+from rmsnorm.ops.library import library as _library
+from rmsnorm.ops.transforms import needs_composite, needs_gradient, refuse_forward_mode
 from rmsnorm.spec import NormSpec, check_eps
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-_library = torch.library.Library("rmsnorm", "DEF")
-_library.define(
-    "rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float? eps=None, str spec='', "
-    "int ndim=1) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_ARGUMENTS = (
+    "Tensor x, Tensor? weight=None, Tensor? bias=None, float? eps=None, str spec='', int ndim=1"
 )
-_library.define(
-    "rms_norm.out(Tensor x, Tensor? weight=None, Tensor? bias=None, float? eps=None, str spec='', "
-    "int ndim=1, *, Tensor(a!) out) -> Tensor(a!)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _schema in (
+    f"rms_norm({_ARGUMENTS}) -> Tensor",
+    f"rms_norm.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)",
+    f"rms_norm_fwd({_ARGUMENTS}) -> (Tensor y, Tensor rstd)",
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dresidual, "
+    "float? eps, str spec, int ndim, bool need_dx, bool need_dweight, bool need_dbias) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 @torch.library.register_fake("rmsnorm::rms_norm", lib=_library)  # type: ignore[untyped-decorator]
@@ -62,6 +68,59 @@ def _fake_out(
     return out
 
 
+@torch.library.register_fake(  # type: ignore[untyped-decorator]
+    "rmsnorm::rms_norm_fwd", lib=_library
+)
+def _fake_fwd(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
+    ndim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    return _fake(x, weight, bias, eps, spec, ndim), empty_rstd(x, NormSpec.decode(spec), ndim)
+
+
+def empty_rstd(x: Tensor, spec: NormSpec, ndim: int) -> Tensor:
+    """(*x.shape[:-ndim], groups), in the dtype that accumulates."""
+    shape = (*x.shape[: x.dim() - ndim], spec.groups)
+    return torch.empty(shape, dtype=compute_dtype(x.dtype, spec), device=x.device)
+
+
+@torch.library.register_fake(  # type: ignore[untyped-decorator]
+    "rmsnorm::rms_norm_bwd", lib=_library
+)
+def _fake_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    eps: float | None,
+    spec: str,
+    ndim: int,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_backward(dy, x, weight, dresidual, ndim)
+
+    def empty(wanted: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device) if wanted else x.new_empty(0)
+
+    normalized = x.shape[x.dim() - ndim :]
+    return (
+        empty(need_dx, x.shape, x.dtype),
+        empty(
+            need_dweight and weight is not None,
+            normalized,
+            x.dtype if weight is None else weight.dtype,
+        ),
+        empty(need_dbias, normalized, compute_dtype(x.dtype, NormSpec.decode(spec))),
+    )
+
+
 def _composite(
     x: Tensor,
     weight: Tensor | None = None,
@@ -70,9 +129,7 @@ def _composite(
     spec: str = "",
     ndim: int = 1,
 ) -> Tensor:
-    decoded = NormSpec.decode(spec)
-    check(x, weight, bias, eps, decoded, ndim)
-    return composite.rms_norm(x, weight, bias, eps, decoded, ndim)
+    return _composite_fwd(x, weight, bias, eps, spec, ndim)[0]
 
 
 def _composite_out(
@@ -89,14 +146,222 @@ def _composite_out(
     return out.copy_(_composite(x, weight, bias, eps, spec, ndim))
 
 
-# Every device for which no kernel is registered below; where the kernels were not built, the CPU.
-_library.impl("rms_norm", _composite, "CompositeExplicitAutograd")
-_library.impl("rms_norm.out", _composite_out, "CompositeExplicitAutograd")
+def _composite_fwd(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
+    ndim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    refuse_forward_mode("rms_norm")
+    decoded = NormSpec.decode(spec)
+    check(x, weight, bias, eps, decoded, ndim)
+    return composite.rms_norm_with_rstd(x, weight, bias, eps, decoded, ndim, x.dtype)
 
-extension.load()
+
+def _composite_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    eps: float | None,
+    spec: str,
+    ndim: int,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_forward_mode("rms_norm")
+    _check_backward(dy, x, weight, dresidual, ndim)
+    dx, dweight, dbias = composite.rms_norm_backward(
+        dy,
+        x,
+        weight,
+        eps,
+        NormSpec.decode(spec),
+        ndim,
+        dresidual,
+        (need_dx, need_dweight, need_dbias),
+    )
+    return or_nothing(dx, x), or_nothing(dweight, x), or_nothing(dbias, x)
+
+
+# Every device for which no kernel is registered below; where the kernels were not built, the CPU.
+for _name, _function in (
+    ("rms_norm", _composite),
+    ("rms_norm.out", _composite_out),
+    ("rms_norm_fwd", _composite_fwd),
+    ("rms_norm_bwd", _composite_bwd),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+has_kernels = extension.load()
 
 op = torch.ops.rmsnorm.rms_norm.default
 op_out = torch.ops.rmsnorm.rms_norm.out
+op_fwd = torch.ops.rmsnorm.rms_norm_fwd.default
+op_bwd = torch.ops.rmsnorm.rms_norm_bwd.default
+
+
+# What a call is given besides tensors, as one argument: autograd looks at each of them.
+Settings = tuple[float | None, NormSpec, int]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves x, the weight and rstd; xhat is computed again, unrounded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings
+    ) -> Tensor:
+        eps, spec, ndim = settings
+        y: Tensor
+        y, rstd = op_fwd(x, weight, bias, eps, spec.encode(), ndim)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.settings = settings
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = gradients(dy, x, weight, rstd, None, ctx.settings, needs)
+        if dbias is not None:
+            dbias = dbias.to(ctx.bias_dtype)
+        return dx, dweight, dbias, None
+
+
+_apply: Callable[..., Any] = _RMSNorm.apply
+
+
+def kernels_differentiate(x: Tensor) -> bool:
+    """Whether there are kernels for a gradient of a call on ``x``.
+
+    An exported program holds no ``autograd.Function``: it would lose the gradient.
+    """
+    return has_kernels and x.is_cpu and not torch.compiler.is_exporting()
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    settings: Settings,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias of a norm, each ``None`` unless it is needed.
+
+    They come from the kernel, or, where they must have a derivative in turn, from plain torch
+    operations.
+
+    Args:
+        dy: (..., *normalized_shape), of any strides.
+        x, weight: as the forward was given them.
+        rstd: (..., groups), what the forward returned.
+        dresidual: of x's shape, added to dx before that is rounded; or ``None``.
+        settings: eps, the spec and ndim, as the forward was given them.
+        needs: for dx, dweight and dbias.
+    """
+    eps, spec, ndim = settings
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
+    if again or needs_composite(dy, x, weight, dresidual):
+        return composite.rms_norm_backward(dy, x, weight, eps, spec, ndim, dresidual, needs)
+    dx, dweight, dbias = op_bwd(dy, x, weight, rstd, dresidual, eps, spec.encode(), ndim, *needs)
+    return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
+
+
+def _vmap(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
+    ndim: int = 1,
+) -> tuple[Tensor, int]:
+    return _vmapped(op, info.batch_size, in_dims, (x, weight, bias), eps, spec, ndim)[0], 0
+
+
+def _vmap_fwd(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    spec: str = "",
+    ndim: int = 1,
+) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    return _vmapped(op_fwd, info.batch_size, in_dims, (x, weight, bias), eps, spec, ndim), (0, 0)
+
+
+def _vmapped(
+    operation: Any,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    tensors: tuple[Tensor, Tensor | None, Tensor | None],
+    eps: float | None,
+    spec: str,
+    ndim: int,
+) -> tuple[Tensor, ...]:
+    """The results of a forward operation, with the dimension that ``vmap`` runs over in front."""
+    x_dim, weight_dim, bias_dim = (*in_dims, None, None)[:3]
+    x, weight, bias = tensors
+    rows = to_front(x, x_dim, size)
+    if weight_dim is None and bias_dim is None:
+        result = operation(rows, weight, bias, eps, spec, ndim)
+        return result if isinstance(result, tuple) else (result,)
+    # No kernel has a weight for each row.
+    decoded = NormSpec.decode(spec)
+    check(rows[0], first_of(weight, weight_dim), first_of(bias, bias_dim), eps, decoded, ndim)
+    if weight is not None and weight_dim is not None:
+        weight = weight.movedim(weight_dim, 0)
+    if bias is not None and bias_dim is not None:
+        bias = bias.movedim(bias_dim, 0)
+    return composite.rms_norm_with_rstd(rows, weight, bias, eps, decoded, ndim, x.dtype)
+
+
+def _vmap_bwd(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    eps: float | None,
+    spec: str,
+    ndim: int,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    need_dweight = need_dweight and weight is not None
+    needs = (need_dx, need_dweight, need_dbias)
+    out_dims = tuple(0 if needed else None for needed in needs)
+    size = info.batch_size
+    dy, x, rstd = (to_front(t, in_dims[i], size) for i, t in ((0, dy), (1, x), (3, rstd)))
+    if dresidual is not None:
+        dresidual = to_front(dresidual, in_dims[4], size)
+    if in_dims[2] is None and not (need_dweight or need_dbias):
+        return op_bwd(dy, x, weight, rstd, dresidual, eps, spec, ndim, *needs), out_dims
+    if weight is not None:
+        weight = to_front(weight, in_dims[2], size)
+    found = composite.rms_norm_backward(
+        dy, x, weight, eps, NormSpec.decode(spec), ndim, dresidual, needs, lead=1
+    )
+    return tuple(or_nothing(gradient, x) for gradient in found), out_dims
+
+
+torch.library.register_vmap(op, _vmap, lib=_library)
+torch.library.register_vmap(op_fwd, _vmap_fwd, lib=_library)
+torch.library.register_vmap(op_bwd, _vmap_bwd, lib=_library)
 
 
 def check(
@@ -141,6 +406,32 @@ def _check_tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, ndim: 
             raise RuntimeError(f"{name} is on {parameter.device} but x is on {x.device}")
 
 
+def _check_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, dresidual: Tensor | None, ndim: int
+) -> None:
+    _check_tensors(x, weight, None, ndim)
+    check_like_x("dy", dy, x)
+    if dresidual is not None:
+        check_like_x("dresidual", dresidual, x)
+
+
+def check_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Refuse what does not lie beside every element of ``x``.
+
+    Raises:
+        TypeError: its dtype is not float32, float64, bfloat16 or float16.
+        ValueError: its shape is not x's.
+        RuntimeError: it is on another device.
+    """
+    check_floating(name, tensor)
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; expected x's shape, {tuple(x.shape)}"
+        )
+    if tensor.device != x.device:
+        raise RuntimeError(f"{name} is on {tensor.device} but x is on {x.device}")
+
+
 def check_floating(name: str, tensor: Tensor) -> None:
     """Refuse dtypes that have no RMSNorm.
 
@@ -163,7 +454,7 @@ def check_out(out: Tensor, x: Tensor, weight: Tensor | None, spec: NormSpec) -> 
     if out.dtype != dtype:
         raise TypeError(f"out is {out.dtype}; the result of this call is {dtype}")
     if out.shape != x.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}; expected {tuple(x.shape)}, x's shape")
+        raise ValueError(f"out has shape {tuple(out.shape)}; expected x's shape, {tuple(x.shape)}")
     if out.device != x.device:
         raise RuntimeError(f"out is on {out.device} but x is on {x.device}")
 
@@ -174,7 +465,7 @@ def count_dimensions(x: Tensor, normalized_shape: tuple[int, ...]) -> int:
     Raises:
         ValueError: it is empty, or not the end of x's shape.
     """
-    _check_is_tensor("x", x)
+    check_is_tensor("x", x)
     ndim = len(normalized_shape)
     if ndim == 0 or tuple(x.shape[-ndim:]) != normalized_shape:
         raise ValueError(
@@ -184,7 +475,12 @@ def count_dimensions(x: Tensor, normalized_shape: tuple[int, ...]) -> int:
     return ndim
 
 
-def _check_is_tensor(name: str, value: object) -> None:
+def check_is_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        TypeError: ``value`` is something else.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor")
 
@@ -216,22 +512,27 @@ def forward(
     """
     try:
         composed = needs_composite(x, weight, bias)
+        differentiated = needs_gradient(x, weight, bias)
     except AttributeError:  # what has no requires_grad is no tensor
         _check_are_tensors(x, weight, bias)
         raise
     if out is not None:
-        _check_is_tensor("out", out)
-        if composed or (torch.is_grad_enabled() and out.requires_grad):
+        check_is_tensor("out", out)
+        if composed or differentiated or (torch.is_grad_enabled() and out.requires_grad):
             raise RuntimeError(
                 "rms_norm(out=...) has no derivative, but an argument requires one: call it under "
                 "torch.no_grad(), or without out"
             )
-    if composed:
+    if composed or (differentiated and not kernels_differentiate(x)):
+        _check_are_tensors(x, weight, bias)
         check(x, weight, bias, eps, spec, ndim)
         return composite.rms_norm(x, weight, bias, eps, spec, ndim)
     try:
         result: Tensor
-        if out is None:
+        if differentiated:
+            eps = None if eps is None else check_eps(eps)
+            result = _apply(x, weight, bias, (eps, spec, ndim))
+        elif out is None:
             result = op(x, weight, bias, eps, spec.encode(), ndim)
         elif torch.compiler.is_compiling():
             # AOTAutograd cannot trace a custom operation that returns one of its arguments.
@@ -256,7 +557,7 @@ def forward(
 
 
 def _check_are_tensors(x: object, weight: object, bias: object) -> None:
-    _check_is_tensor("x", x)
+    check_is_tensor("x", x)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
-            _check_is_tensor(name, value)
+            check_is_tensor(name, value)

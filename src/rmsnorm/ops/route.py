@@ -1,10 +1,11 @@
-"""Decides, in one place, what computes a call of :func:`rms_norm`.
+"""Decides, in one place, what computes a call of :func:`rms_norm` and of its relatives.
 
 * lists and floats: :mod:`rmsnorm.reference`, without torch;
 * NumPy arrays: wrapped, not copied, and computed as tensors;
-* tensors that need a derivative or carry a transform (see :mod:`rmsnorm.ops.transforms`):
-  :mod:`rmsnorm.ops.composite`;
-* everything else: the operation ``torch.ops.rmsnorm.rms_norm``, whose kernel the device chooses.
+* tensors under a transform (see :mod:`rmsnorm.ops.transforms`), or that need a gradient where there
+  is no kernel for it: :mod:`rmsnorm.ops.composite`;
+* tensors that need a gradient: an ``autograd.Function``, in the file of the operation;
+* everything else: the operation in ``torch.ops.rmsnorm``, whose kernel the device chooses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rmsnorm.spec import NormSpec, as_spec
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor
 
 
@@ -107,7 +109,7 @@ def rms_norm(
         )
     if isinstance(x, (list, tuple, int, float)):
         return _lists(x, weight, eps, resolved, normalized_shape, bias, out)
-    operation = _operation()
+    operation = operations().rms_norm
     if not isinstance(x, operation.Tensor):
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(x, numpy.ndarray):
@@ -121,17 +123,142 @@ def rms_norm(
     return operation.forward(x, weight, bias, eps, resolved, ndim, out)
 
 
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    spec: NormSpec | str = "torch",
+    alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to the residual stream and normalise the sum, in one pass over memory::
+
+        new_residual = residual + alpha * x
+        y = rms_norm(new_residual, weight, eps)
+
+    as a pre-norm Transformer block does between its sublayers (Zhang & Sennrich 2019,
+    https://arxiv.org/abs/1910.07467, for the norm). The sum is rounded to its dtype before it is
+    normalised: by default both results have the bits of the two operations done separately.
+
+    Args:
+        x: (..., d), or (..., *normalized_shape): the branch, a floating-point tensor of any rank
+            and strides.
+        residual: of x's shape, of any floating dtype.
+        weight: (d,) or (*normalized_shape), of any floating dtype, or ``None``. Its dimensions are
+            the ones that are normalised over; without it, the last one.
+        eps: the constant beside the mean square; ``None`` takes the spec's.
+        spec: the convention, a :class:`~rmsnorm.NormSpec` or the name of one in
+            :data:`rmsnorm.specs`. Where it rounds to x's dtype, that is the dtype of ``x``, while
+            the sum is accumulated as its own dtype asks for.
+        alpha: the factor of x.
+        residual_dtype: the dtype of the new residual; by default the one that x and residual
+            promote to. ``torch.float32`` keeps the stream in float32 beside half branches.
+        inplace: write y into x and the new residual into residual, for inference.
+
+    Returns:
+        y and the new residual, contiguous and of x's shape; in place, x and residual themselves.
+
+    Raises:
+        ValueError: shapes that do not fit (x and residual are not broadcast), a negative or
+            infinite eps, an unknown spec or one with a gate.
+        TypeError: a dtype that is not float32, float64, bfloat16 or float16; in place, a result
+            whose dtype is not that of the tensor it goes to.
+        RuntimeError: tensors on different devices; in place, an argument that requires a gradient,
+            or x and residual that overlap or are expanded.
+
+    Example:
+        >>> import torch
+        >>> y, h = add_rms_norm(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]), eps=0.0)
+        >>> y, h
+        (tensor([0.8485, 1.1314]), tensor([3., 4.]))
+    """
+    resolved = as_spec(spec)
+    if resolved.gate is not None:
+        raise ValueError(
+            f"spec {spec!r} has a gate, but add_rms_norm takes no gate; use a spec without one"
+        )
+    ndim = 1 if weight is None else getattr(weight, "ndim", 1) or 1
+    results: tuple[Tensor, Tensor] = operations().add_rms_norm.forward(
+        x, residual, weight, eps, resolved, ndim, alpha, residual_dtype, inplace
+    )
+    return results
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    spec: NormSpec | str = "mamba2",
+    group_size: int | None = None,
+) -> Tensor:
+    """RMSNorm of every row of ``x``, multiplied by an activated ``gate`` before or after::
+
+        y = norm(x * act(gate)) * weight        gate_order="before"
+        y = norm(x) * weight * act(gate)        gate_order="after"
+
+    Before, with SiLU and over groups: Mamba2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060,
+    section 7.1), Zamba2, Nemotron-H (https://arxiv.org/abs/2504.03624): the spec ``"mamba2"``;
+    Falcon-H1 (https://arxiv.org/abs/2507.22448), which rounds once: ``"falcon_h1"``. After, with
+    SiLU: Qwen3-Next and other gated delta nets (Yang et al. 2024,
+    https://arxiv.org/abs/2412.06464): ``"qwen3_next"``; with the sigmoid: Kimi Linear
+    (https://arxiv.org/abs/2510.26692): ``"kimi_linear"``.
+
+    Args:
+        x: (..., d), a floating-point tensor of any rank and strides.
+        gate: (..., d), of x's shape and any floating dtype; the activation is computed in float32
+            (float64 where the spec keeps float64).
+        weight: (d,), of any floating dtype, or ``None``.
+        eps: the constant beside the mean square; ``None`` takes the spec's.
+        spec: the convention, a :class:`~rmsnorm.NormSpec` with a gate or the name of one in
+            :data:`rmsnorm.specs`.
+        group_size: take the mean square over parts of this many elements, instead of over the
+            spec's ``groups`` parts.
+
+    Returns:
+        A contiguous tensor of x's shape; its dtype is the one that the spec names.
+
+    Raises:
+        ValueError: shapes that do not fit, a group_size that does not divide d, a negative or
+            infinite eps, an unknown spec or one without a gate.
+        TypeError: a dtype that is not float32, float64, bfloat16 or float16, or something that is
+            not a tensor.
+        RuntimeError: tensors on different devices.
+
+    Example:
+        >>> import torch
+        >>> x, gate = torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.ones(4)
+        >>> gated_rms_norm(x, gate, eps=0.0, spec="qwen3_next")
+        tensor([0.3269, 0.3269, 0.9808, 0.9808])
+        >>> gated_rms_norm(x, gate, eps=0.0, spec="mamba2", group_size=2)
+        tensor([1., 1., 1., 1.])
+    """
+    resolved = as_spec(spec)
+    operation = operations().gated_rms_norm
+    operation.check_has_gate(resolved)
+    if group_size is not None:
+        operation.check_is_tensor("x", x)
+        resolved = operation.with_group_size(resolved, group_size, tuple(x.shape))
+    y: Tensor = operation.forward(x, gate, weight, eps, resolved)
+    return y
+
+
 _imported: Any = None
 
 
-def _operation() -> Any:
-    """The part that needs torch, imported at the first tensor."""
+def operations() -> Any:
+    """The package of the operations, which need torch, imported at the first tensor."""
     # No functools.cache: torch.compile warns that it looks through one.
     global _imported
     if _imported is None:
-        from rmsnorm.ops import rms_norm as operation
+        from rmsnorm import ops
+        from rmsnorm.ops import add_rms_norm, gated_rms_norm, rms_norm  # noqa: F401
 
-        _imported = operation
+        _imported = ops
     return _imported
 
 

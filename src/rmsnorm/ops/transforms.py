@@ -11,59 +11,113 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def needs_composite(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Whether something will ask for more than the values of the result.
+def needs_composite(*tensors: Tensor | None) -> bool:
+    """Whether neither a custom operation nor an ``autograd.Function`` over it can serve the call.
 
-    That is a derivative (backward or forward mode), a ``torch.func`` transform, or a tensor
-    subclass with its own idea of an operation. A custom operation would give forward mode zeros
-    without an error, and vmap a loop.
+    That is forward mode, a ``torch.func`` transform, ``torch.jit.trace``, or a tensor subclass with
+    its own idea of an operation. One transform is served: ``vmap`` alone, with nothing to
+    differentiate, for which the operations have rules.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
-        >>> needs_composite(x, None), needs_composite(x.detach(), None)
+        >>> needs_composite(x, None)
+        False
+        >>> with torch.autograd.forward_ad.dual_level():
+        ...     needs_composite(x)
+        True
+    """
+    # Asked at every call, so in_jit_trace, in_forward_mode and in_func_transform are written out.
+    if _get_tracing_state() is not None or forward_ad._current_level >= 0:
+        return True  # a jit trace is checked, and used, with and without gradients
+    if torch.compiler.is_compiling():  # subclasses are unwrapped by now
+        depth, only_vmap = _traced_func_transforms()
+        return depth != 0 and (not only_vmap or torch.is_grad_enabled())
+    if peek_interpreter_stack() is not None:
+        return not _in_vmap_only() or needs_gradient(*map(_innermost, tensors))
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in PLAIN:
+            return not all(t is None or _is_plain_or_fake(t) for t in tensors)
+    return False
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether reverse mode will ask for the gradient of one of ``tensors``.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> needs_gradient(x, None), needs_gradient(x.detach(), None)
         (True, False)
     """
-    if in_jit_trace():
-        return True  # the trace is checked, and used, with and without gradients
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return True
-    if torch.compiler.is_compiling():
-        return _traced_in_func_transform() or in_forward_mode()  # subclasses are unwrapped by now
-    if in_func_transform() or in_forward_mode():
-        return True
-    if (
-        type(x) in PLAIN
-        and (weight is None or type(weight) in PLAIN)
-        and (bias is None or type(bias) in PLAIN)
-    ):
-        return False
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def _is_plain_or_fake(tensor: Tensor) -> bool:
     # Fake tensors stand for plain ones; any other subclass is asked operation by operation.
     from torch._subclasses.fake_tensor import FakeTensor
 
-    plain = (*PLAIN, FakeTensor)
-    return not all(t is None or type(t) in plain for t in (x, weight, bias))
+    return type(tensor) in PLAIN or type(tensor) is FakeTensor
+
+
+def _in_vmap_only() -> bool:
+    """Whether every ``torch.func`` transform around the call is a ``vmap``."""
+    stack = get_interpreter_stack() or ()
+    return all(interpreter.key() == TransformType.Vmap for interpreter in stack)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced_func_transforms() -> tuple[int, bool]:
+    """How many transforms there are, and whether all are ``vmap``, while ``torch.compile`` traces.
+
+    It cannot look into the private functions; but it guards on what they report.
+    """
+    return len(get_interpreter_stack() or ()), _in_vmap_only()
+
+
+def _innermost(tensor: Tensor | None) -> Tensor | None:
+    """The tensor under the layers of ``vmap``, which alone knows whether it requires a gradient."""
+    while tensor is not None and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def refuse_forward_mode(name: str) -> None:
+    """Refuse forward mode in an operation, whose result would silently have no tangent.
+
+    Which argument has one cannot be told: ``torch.func.jvp`` takes the tangents off before an
+    operation sees its arguments.
+
+    Args:
+        name: the public function, which has a forward mode.
+
+    Raises:
+        RuntimeError: inside ``torch.func.jvp`` or ``forward_ad.dual_level()``.
+    """
+    if in_forward_mode():
+        raise RuntimeError(
+            f"torch.ops.rmsnorm.{name} has no forward mode; rmsnorm.{name} does: call that"
+        )
 
 
 def in_func_transform() -> bool:
     """Inside ``torch.func``'s vmap, grad or jvp: a tensor may stand for many, or carry more."""
     return peek_interpreter_stack() is not None
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_in_func_transform() -> bool:
-    """The same while ``torch.compile`` traces, which cannot look into the private function."""
-    return in_func_transform()
 
 
 def in_forward_mode() -> bool:
@@ -89,3 +143,13 @@ def in_autocast() -> bool:
 def is_ordinary(x: Any) -> bool:
     """Whether ``x`` is a tensor that holds values, not one that distributes or wraps others."""
     return isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether ``x`` has an address: it is no fake, meta, wrapped or traced tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in PLAIN
+        and not x.is_meta
+        and not is_functorch_wrapped_tensor(x)
+    )
