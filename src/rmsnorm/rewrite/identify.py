@@ -36,7 +36,7 @@ from rmsnorm.rewrite.probe import (
     probing,
     same_state,
 )
-from rmsnorm.rewrite.prove import convention, gradients_agree
+from rmsnorm.rewrite.prove import convention, own_pair, prove_gradients
 from rmsnorm.spec import EpsIn, NormSpec, Reduce
 
 # float32 evaluates these probes to a few 2**-24; the nearest wrong answer is further than this.
@@ -63,8 +63,9 @@ def identify(module: nn.Module) -> NormSpec | None:
     Returns:
         The :class:`~rmsnorm.spec.NormSpec` that explains every probe, with the eps the module uses
         now, or ``None``: LayerNorm and other norms of the variance, norms over another axis, gated
-        norms, norms with dropout, and everything else. For proof bit for bit, and for the reason
-        why a module is left, see :func:`rmsnorm.patch`.
+        norms, norms with dropout, norms that differentiate another formula (a detached root mean
+        square), and everything else. For proof bit for bit, and for the reason why a module is
+        left, see :func:`rmsnorm.patch`.
 
     Raises:
         TypeError: ``module`` is not a module.
@@ -79,13 +80,15 @@ def identify(module: nn.Module) -> NormSpec | None:
         raise TypeError(f"identify() was given a {type(module).__name__}; expected a torch module")
     try:
         with probing(module) as probe:
-            return examine(probe).spec
+            found = examine(probe)
+            prove_gradients(probe, found, own_pair(found, torch.float32))
+            return found.spec
     except NotProvenError:
         return None
 
 
 def examine(probe: Probe) -> Hypothesis:
-    """The hypothesis that explains every probe, roundings and gradient included.
+    """The hypothesis that explains every probe, roundings included; gradients are not asked.
 
     Call it inside :func:`rmsnorm.rewrite.probe.probing`.
 
@@ -106,7 +109,6 @@ def examine(probe: Probe) -> Hypothesis:
     if not same_state(probe.state(tensors=False), state):
         raise NotProvenError("it keeps state between calls", is_norm=True)
     found = replace(found, spec=convention(probe, found), reads=reads)
-    gradients_agree(probe, found)
     probe.put(probe.tensors)
     return found
 

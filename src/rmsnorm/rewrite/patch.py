@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.ops.rms_norm import has_kernels
 from rmsnorm.rewrite.identify import examine
 from rmsnorm.rewrite.plan import Plan, guards_of
 from rmsnorm.rewrite.probe import (
@@ -31,7 +32,14 @@ from rmsnorm.rewrite.probe import (
     original_class,
     probing,
 )
-from rmsnorm.rewrite.prove import Pair, common_pairs, own_pair, prove, prove_own_weight
+from rmsnorm.rewrite.prove import (
+    Pair,
+    common_pairs,
+    own_pair,
+    prove,
+    prove_gradients,
+    prove_own_weight,
+)
 from rmsnorm.rewrite.report import Entry, PatchReport
 from rmsnorm.rewrite.swap import Swapped, plan_of, restore, swap
 
@@ -52,6 +60,10 @@ def patch(
     output. It is swapped if they agree bit for bit; or, unless ``exact``, if they agree within 4
     units in the last place (float32, float64) or in 99.9 % of the elements (half types), as a
     module does that divides by ``torch.sqrt``, which is not correctly rounded everywhere.
+
+    Where a gradient is needed, this package computes forward and backward, on the CPU, if the
+    module's own gradients were compared too and agree to the precision of their dtype; else the
+    module's own code runs. ``entry.training`` says which.
 
     The bits are those of rows that are contiguous in their last dimension. For other rows PyTorch
     itself adds in another order, and the result agrees to the last bits only.
@@ -122,10 +134,21 @@ def unpatch(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Proof:
-    """The outcome for one kind of norm: class, attributes, width and dtypes."""
+    """The outcome for one kind of norm: class, attributes, width and dtypes.
+
+    Args:
+        found: what it computes.
+        pairs: the pairs of dtypes in which it does.
+        training: those in which it differentiates the same.
+        own_gradients: why it does not in all that are required; empty if it does.
+        bit_identical: whether all bits agreed.
+        fixed_width: whether it takes rows of one width only.
+    """
 
     found: Hypothesis
     pairs: frozenset[Pair]
+    training: frozenset[Pair]
+    own_gradients: str
     bit_identical: bool
     fixed_width: bool
 
@@ -188,8 +211,9 @@ class _Patcher:
             shape=plan.shape,
             dtype=dtype,
             swapped=True,
-            reason="",
+            reason=proof.own_gradients,
             bit_identical=plan.bit_identical,
+            training=all(own_pair(found, dtype) in plan.training for dtype in required),
             weight=None if plan.weight is None else plan.weight.name,
             bias=None if plan.bias is None else plan.bias.name,
         )
@@ -248,7 +272,8 @@ class _Patcher:
                 for width in widths
                 for pair in sorted(pairs, key=str)
             )
-        return _Proof(found, frozenset(pairs), identical, fixed_width)
+        training, own_gradients = _training(probe, found, pairs, required)
+        return _Proof(found, frozenset(pairs), training, own_gradients, identical, fixed_width)
 
     def _agrees_with_own_weight(
         self, probe: Probe, proof: _Proof, required: tuple[torch.dtype, ...]
@@ -271,7 +296,7 @@ class _Patcher:
 def _refuse_own(module: nn.Module) -> None:
     """This package's own modules need no swap."""
     modules = sys.modules.get("rmsnorm.modules")
-    if modules is not None and isinstance(module, modules.RMSNorm):
+    if modules is not None and isinstance(module, (modules.RMSNorm, modules.GatedRMSNorm)):
         raise NotProvenError("it is computed by rmsnorm already", is_norm=True)
 
 
@@ -295,6 +320,31 @@ def _is_identical(probe: Probe, found: Hypothesis, pair: Pair) -> bool:
         return False
 
 
+def _training(
+    probe: Probe, found: Hypothesis, pairs: Iterable[Pair], required: tuple[torch.dtype, ...]
+) -> tuple[frozenset[Pair], str]:
+    """The pairs in which this package may compute gradients, and why not in all that are required.
+
+    On other devices, and without the kernels, gradients are left to the module in any case.
+    """
+    if probe.device.type != "cpu" or not has_kernels:
+        return frozenset(), ""
+    reasons = {}
+    for pair in {own_pair(found, torch.float32), *pairs}:
+        try:
+            prove_gradients(probe, found, pair)
+        except NotProvenError as error:
+            reasons[pair] = error.reason
+        except Exception as error:  # a backward may do anything, too
+            reasons[pair] = f"its backward raises {type(error).__name__}"
+    # float32 is the precise one: what fails there may hide in the roundings of the half types.
+    decisive = [own_pair(found, dtype) for dtype in (torch.float32, *required)]
+    reason = next((reasons[pair] for pair in decisive if pair in reasons), "")
+    if decisive[0] in reasons:
+        return frozenset(), reason
+    return frozenset(pair for pair in pairs if pair not in reasons), reason
+
+
 def _plan(
     module: nn.Module, probe: Probe, proof: _Proof, identical: bool, had_forward: bool
 ) -> Plan:
@@ -308,6 +358,7 @@ def _plan(
         weight=found.weight,
         bias=found.bias,
         pairs=proof.pairs,
+        training=proof.training,
         device=probe.device.type,
         argument=probe.argument,
         bit_identical=identical,

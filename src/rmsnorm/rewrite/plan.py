@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.ops.rms_norm import has_kernels, kernels_differentiate
 from rmsnorm.ops.transforms import in_autocast, in_jit_trace, is_ordinary
 from rmsnorm.rewrite.probe import (
     MACHINERY,
@@ -127,6 +128,7 @@ class Plan:
         weight: where the weight is.
         bias: where the bias is.
         pairs: the proven pairs of dtypes.
+        training: those of them in which the gradients are proven too.
         device: the type of device on which they were proven.
         argument: the name of forward's argument.
         bit_identical: whether all pairs gave the module's own bits.
@@ -143,6 +145,7 @@ class Plan:
     weight: Slot | None
     bias: Slot | None
     pairs: frozenset[Pair]
+    training: frozenset[Pair]
     device: str
     argument: str | None
     bit_identical: bool
@@ -212,6 +215,12 @@ class Plan:
                 bias = bias.reshape(self.bias.row_shape)
         return weight, bias, eps
 
+    def trains(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Whether this package may compute the gradients of a call with these operands."""
+        beside = bias if weight is None else weight
+        pair = (x.dtype, None if beside is None else beside.dtype)
+        return pair in self.training and kernels_differentiate(x)
+
     def allows(self, module: nn.Module, name: str, value: Any) -> bool:
         """Whether the proof holds for ``module`` after its attribute ``name`` is set to ``value``.
 
@@ -232,7 +241,8 @@ class Plan:
         return before is value or (type(before) is type(value) and repr(before) == repr(value))
 
     def __str__(self) -> str:
-        return f"{spec_name(self.spec)} in {_pairs_text(self.pairs)}"
+        text = f"{spec_name(self.spec)} in {_pairs_text(self.pairs)}"
+        return text if self.training or not has_kernels else f"{text}, own gradients"
 
     @staticmethod
     def _fits(slot: Slot, tensor: Any, x: Tensor, weight: Tensor | None) -> bool:

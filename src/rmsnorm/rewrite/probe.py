@@ -156,7 +156,7 @@ class Probe:
             if name in fresh or name == "forward" or name.startswith("_rmsnorm_"):
                 continue
             if not isinstance(value, Tensor):
-                state[name] = _copied(value, memo, depth=0)
+                state[name] = copied(value, memo, depth=0)
         state["training"] = module.training
         for name in module._parameters:
             state["_parameters"][name] = None
@@ -286,8 +286,13 @@ def simple_attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def fingerprint(module: nn.Module) -> tuple[Any, ...] | None:
-    """Equal for two modules that compute the same with equal tensors; ``None`` if unsure."""
+def fingerprint(module: nn.Module, *, shared: bool = False) -> tuple[Any, ...] | None:
+    """Equal for two modules that compute the same with equal tensors; ``None`` if unsure.
+
+    Args:
+        module: any module.
+        shared: whether modules that hold the same object, such as a config, are taken to be alike.
+    """
     base = original_class(module)
     parts: list[Any] = [base, base.forward, module.training]
     plain = nn.Module().__dict__
@@ -300,14 +305,19 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...] | None:
             parts.append((name, type(value), repr(value)))
         elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
             parts.append((name, value))
+        elif shared:
+            parts.append((name, id(value)))
         else:
             return None
     for store in (module._parameters, module._buffers):
         for name, tensor in store.items():
             found = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)
             parts.append((name, found))
-    if module._modules:
-        return None
+    for name, child in module._modules.items():
+        inner = None if child is None else fingerprint(child, shared=shared)
+        if child is not None and inner is None:
+            return None
+        parts.append((name, inner))
     return tuple(parts)
 
 
@@ -600,7 +610,7 @@ class _Plain:
     """A base that :func:`_watch` replaces."""
 
 
-def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
+def copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     """A copy of an attribute that shares nothing with the model."""
     if id(value) in memo:
         return memo[id(value)]
@@ -615,9 +625,9 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     if isinstance(value, nn.Module) or depth > 3:
         raise NotProvenError("it holds another module")
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(_copied(item, memo, depth + 1) for item in value)
+        return type(value)(copied(item, memo, depth + 1) for item in value)
     if type(value) is dict:
-        return {key: _copied(item, memo, depth + 1) for key, item in value.items()}
+        return {key: copied(item, memo, depth + 1) for key, item in value.items()}
     for inner in getattr(value, "__dict__", {}).values():
         if isinstance(inner, (nn.Module, Tensor)):
             raise NotProvenError("it holds another module")

@@ -8,7 +8,7 @@ float32, bfloat16 and float16 for the row and the weight, and the one that expla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +41,17 @@ _CONVENTIONS: tuple[tuple[Rounding, Output], ...] = (
 # What a module may differ by and still be the same formula.
 _MOST_ULP = {torch.float32: 4.0, torch.float64: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0}
 _LEAST_EQUAL_IN_HALF = 0.999
+
+# What the norm of a gradient may differ by: four units in half types, in which modules round at
+# each step. Any term of the formula contributes far more.
+_MOST_GRADIENT_ERROR = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2.0**-8,
+    torch.bfloat16: 2.0**-5,
+}
+# The name under which the gradient of the row goes, which no attribute has.
+_X = ""
 
 
 @dataclass(frozen=True)
@@ -228,49 +239,119 @@ def _examples(found: Hypothesis, dtype: torch.dtype, generator: torch.Generator)
     return examples
 
 
-def gradients_agree(probe: Probe, found: Hypothesis) -> None:
-    """A module may compute the formula and differentiate another (a detached rms, say).
+def prove_gradients(probe: Probe, found: Hypothesis, pair: Pair) -> None:
+    """Compare the module's own gradients with this package's in one pair of dtypes.
+
+    A module may compute the formula and differentiate another: a detached root mean square, a
+    gradient passed straight through, an ``autograd.Function`` of its own. Compared are dx, row by
+    row, and the gradients of weight and bias, each by its norm, since modules round where this
+    package does not. Call it inside :func:`rmsnorm.rewrite.probe.probing`.
 
     Raises:
-        NotProvenError: its float32 gradient is not the formula's.
+        NotProvenError: they differ by more than roundings do, with the reason.
     """
+    x_dtype, weight_dtype = pair
     generator = torch.Generator().manual_seed(SEED)
-    shape = found.shape
-    x = torch.randn((4, *shape), generator=generator).to(probe.device)
-    dy = torch.randn((4, *shape), generator=generator).to(probe.device)
-    tensors = {
-        slot.name: torch.randn(slot.shape, generator=generator).to(probe.device)
-        for slot in probe.slots
-    }
+    x = _gradient_rows(found, x_dtype, generator).to(probe.device)
+    tensors = {}
+    for slot in probe.slots:
+        tensor = torch.randn(slot.shape, generator=generator) * 1.5 + 0.25
+        tensor = tensor.to(probe.device, weight_dtype or tensor.dtype)
+        # Buffers too: whoever lets one require a gradient means to have it.
+        tensors[slot.name] = tensor.requires_grad_()
+    probe.put(tensors, requires_grad=True)
+    value = probe.in_any_rank(x, found.shape)
     with torch.enable_grad():
-        probe.put(tensors, requires_grad=True)
-        given = x.clone().requires_grad_()
-        wanted = [given]
-        operands: list[Tensor | None] = []
-        ours = x.clone().requires_grad_()
-        ours_wanted = [ours]
-        for slot in (found.weight, found.bias):
-            if slot is None:
-                operands.append(None)
-                continue
-            own = tensors[slot.name].clone()
-            if slot.store == "parameter":
-                own.requires_grad_()
-                wanted.append(probe.held(slot))
-                ours_wanted.append(own)
-            operands.append(own.reshape(shape))
-        y = probe.in_any_rank(given, shape)
+        leaf = x.clone().requires_grad_()
+        y = probe.in_any_rank(leaf, found.shape)
         if not y.requires_grad:
-            raise NotProvenError("it lets no gradient through", is_norm=True)
-        theirs = torch.autograd.grad(y, wanted, dy, allow_unused=True)
-        expected = torch.autograd.grad(
-            operation.forward(ours, operands[0], operands[1], None, found.spec, len(shape)),
-            ours_wanted,
-            dy,
-        )
-    for seen, right in zip(theirs, expected, strict=True):
-        if seen is None or not (seen - right).abs().max() <= 1e-3 * right.abs().max() + 1e-6:
-            raise NotProvenError("its gradient is not the formula's", is_norm=True)
+            raise NotProvenError("it lets no gradient through")
+        if not bool(((y == value) | (y.isnan() & value.isnan())).all()):
+            raise NotProvenError("its values differ where a gradient is needed")
+        dy = _upstream(found, x, tensors, generator).to(y.dtype)
+        held = [leaf, *(probe.held(slot) for slot in probe.slots)]
+        theirs: tuple[Tensor | None, ...] = torch.autograd.grad(y, held, dy, allow_unused=True)
+        ours = _formula_gradients(found, x, tensors, dy)
+    dtypes = {x_dtype, weight_dtype or x_dtype, y.dtype}
+    if found.spec.accumulate == "float32":
+        dtypes.add(torch.float32)
+    tolerance = max(_MOST_GRADIENT_ERROR[dtype] for dtype in dtypes)
+    for name, seen in zip([_X, *tensors], theirs, strict=True):
+        right = ours.get(name)
+        if seen is None and right is None:
+            continue
+        least = _direct_size(found, x, tensors, dy) if name == _X else torch.zeros(1)
+        if seen is None or right is None or not _gradient_error(seen, right, least) <= tolerance:
+            of = "" if name == _X else f" of {name}"
+            raise NotProvenError(f"its gradient{of} is not the formula's")
+
+
+def _gradient_rows(found: Hypothesis, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """(8, *shape): rows of magnitude 1, large and near eps, one far from zero, one of zeros."""
+    eps = found.spec.eps or 0.0
+    at_eps = eps**0.5 if found.spec.eps_in == "mean_square" else eps
+    x = torch.randn((8, *found.shape), generator=generator, dtype=torch.float64)
+    for row, scale in zip(x, itertools.cycle((1.0, 32.0, min(max(at_eps, 2.0**-10), 1.0)))):
+        row *= scale
+    x[3] += 1.0
+    x[5] = 0.0
+    return x.to(dtype)
+
+
+def _upstream(
+    found: Hypothesis, x: Tensor, tensors: Mapping[str, Tensor], generator: torch.Generator
+) -> Tensor:
+    """dy, of x's shape: random, with a part along each row, which no term of dx can then hide.
+
+    The term that comes from the root mean square would else be small in wide rows.
+    """
+    rows = x.detach().to(torch.float64).reshape(len(x), -1)
+    along = rows / rows.pow(2).mean(dim=-1, keepdim=True).sqrt().clamp(min=2.0**-100)
+    if found.weight is not None:
+        weight = tensors[found.weight.name].detach().to(torch.float64) + found.spec.offset
+        along = along * weight.reshape(-1).sign()
+    drawn = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+    return (drawn.to(x.device) + along).reshape(x.shape)
+
+
+def _formula_gradients(
+    found: Hypothesis, x: Tensor, tensors: Mapping[str, Tensor], dy: Tensor
+) -> dict[str, Tensor]:
+    """This package's gradients of x and of what the module has as weight and bias, by name."""
+    leaves = {_X: x.clone().requires_grad_()}
+    operands: list[Tensor | None] = []
+    for slot in (found.weight, found.bias):
+        if slot is not None:
+            leaves[slot.name] = tensors[slot.name].detach().clone().requires_grad_()
+        operands.append(None if slot is None else leaves[slot.name].reshape(found.shape))
+    weight, bias = operands
+    y = operation.forward(leaves[_X], weight, bias, None, found.spec, len(found.shape))
+    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+
+
+def _direct_size(found: Hypothesis, x: Tensor, tensors: Mapping[str, Tensor], dy: Tensor) -> Tensor:
+    """(rows,): the norm of rstd * dy * w, from which the part along the row is subtracted.
+
+    A module's rounding errors are of that size, whatever is left: of a row of one element, noise.
+    """
+    _, rstd = operation.op_fwd(x, None, None, None, found.spec.encode(), len(found.shape))
+    u = dy.to(torch.float64).reshape(len(x), -1)
+    if found.weight is not None:
+        weight = tensors[found.weight.name].detach().to(torch.float64) + found.spec.offset
+        u = u * weight.reshape(-1)
+    groups = u.unflatten(-1, (found.spec.groups, -1)) * rstd.to(torch.float64)[..., None]
+    size: Tensor = groups.flatten(1).norm(dim=-1)
+    return size
+
+
+def _gradient_error(seen: Tensor, right: Tensor, least: Tensor) -> float:
+    """The norm of the difference over the norm, or over ``least`` (rows,), the largest of all rows;
+    nan if one is not finite where the other is."""
+    same = (seen == right) | (seen.isnan() & right.isnan())
+    difference = torch.where(same, 0.0, seen.to(torch.float64) - right.to(torch.float64))
+    size = difference.reshape(len(least), -1).norm(dim=-1)
+    whole = right.to(torch.float64).reshape(len(least), -1).norm(dim=-1)
+    return float(torch.where(size == 0.0, 0.0, size / torch.maximum(whole, least)).max())
 
 
 def _ulps(a: Tensor, b: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ class Entry:
         shape: the normalised dimensions, or ``None`` if it takes rows of any width.
         dtype: of its weight, or of the model where it has none.
         swapped: whether this package computes it now.
-        reason: why it was left; empty where swapped.
+        reason: why it was left, or why its own code still computes gradients; empty otherwise.
         bit_identical: whether every probe gave the module's own bits.
+        training: whether this package computes it where a gradient is needed, too.
         weight: the name of its weight among its attributes, or ``None``.
         bias: the name of its bias, or ``None``.
     """
@@ -39,6 +40,7 @@ class Entry:
     swapped: bool
     reason: str
     bit_identical: bool
+    training: bool = False
     weight: str | None = None
     bias: str | None = None
 
@@ -60,6 +62,7 @@ class Entry:
             "swapped": self.swapped,
             "reason": self.reason,
             "bit_identical": self.bit_identical,
+            "training": self.training,
             "tensors": list(self.tensors),
         }
 
@@ -160,6 +163,8 @@ def name_pattern(name: str) -> str:
 def _row(count: int, name: str, entry: Entry) -> tuple[str, ...]:
     if entry.swapped:
         result = "swapped, bit-identical" if entry.bit_identical else "swapped, within tolerance"
+        if entry.reason:
+            result = f"{result}; own code for gradients: {entry.reason}"
     else:
         result = f"left: {entry.reason}"
     any_width = "any" if entry.swapped else "-"

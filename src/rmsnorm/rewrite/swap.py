@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rmsnorm.ops import rms_norm as operation
-from rmsnorm.ops.transforms import needs_composite
+from rmsnorm.ops.transforms import needs_composite, needs_gradient
 from rmsnorm.rewrite.plan import Plan
 from rmsnorm.rewrite.probe import MACHINERY, NotProvenError, original_class
 
@@ -124,7 +124,11 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                 if operands is not None:
                     weight, bias, eps = operands
                     # Where the kernel cannot serve, the module's own code is the faster one.
-                    if x.is_cpu and not needs_composite(x, weight, bias):
+                    if (
+                        x.is_cpu
+                        and not needs_composite(x, weight, bias)
+                        and (not needs_gradient(x, weight, bias) or plan.trains(x, weight, bias))
+                    ):
                         return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
         return original.forward(self, *args, **kwargs)
 
