@@ -3,10 +3,20 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from rmsnorm.bench import memory
+from rmsnorm.bench.memory import MeasurementError, Usage
 from rmsnorm.bench.run import Bench, Timing, WrongResultError
 from rmsnorm.cli.bench import bench
 
 NAMES = ("ours torch", "ours llama", "op torch")
+# In the order of the tables.
+TITLES = {
+    "call": "one call through torch.ops",
+    "forward": "forward",
+    "train": "forward and backward",
+    "add": "residual addition and norm",
+    "memory": "peak memory of forward and backward",
+}
 
 
 @pytest.fixture
@@ -15,28 +25,81 @@ def stub_timer(monkeypatch):
     medians = {}
 
     def time_cell(self, cell):
-        names = ("copy", "add", "eager torch", "eager llama", *NAMES)
+        names = ("copy", "rewrite", "add", "eager torch", "eager llama", *NAMES)
         return {name: Timing((medians.get(name, 2.0),) * 5, 1) for name in names}
 
+    def measure_memory(names, say):
+        ours = medians.get("memory", 1.0)
+        ratios = {name: ours if name.startswith("ours") else 6.5 for name in names}
+        return [Usage(name, 1000, 1000, int(1000 * ratio)) for name, ratio in ratios.items()]
+
     monkeypatch.setattr(Bench, "time_cell", time_cell)
+    monkeypatch.setattr(memory, "measure_memory", measure_memory)
     return medians
 
 
 @pytest.mark.parametrize(
     ("ours", "arguments", "code"),
-    [(1.0, ["--check"], 0), (5.0, ["--check"], 1), (5.0, [], 0), (1.0, [], 0)],
+    [(0.5, ["--check"], 0), (5.0, ["--check"], 1), (5.0, [], 0), (0.5, [], 0)],
 )
 def test_check_exits_1_where_a_cell_loses(stub_timer, ours, arguments, code):
     stub_timer.update(dict.fromkeys(NAMES, ours))
     result = CliRunner().invoke(bench, ["--quick", "--no-compile", *arguments])
     assert result.exit_code == code, result.output
     assert ("LOSES" in result.output) is (ours > 2)
-    assert "one call through torch.ops" in result.output
+    for title in TITLES.values():
+        assert title in result.output
+    assert "of 214 cells hold" in result.output
 
 
-def test_only_the_calls(stub_timer):
-    result = CliRunner().invoke(bench, ["--calls"])
-    assert "2 of 2 cells hold" in result.output
+@pytest.mark.parametrize(
+    ("arguments", "shown", "cells"),
+    [
+        (["--kind", "call"], ["call"], 2),
+        (["--kind", "forward"], ["forward"], 80),
+        (["--kind", "train"], ["train"], 40),
+        (["--kind", "add"], ["add"], 92),
+        (["--kind", "train", "--kind", "call"], ["call", "train"], 42),
+        (["--kind", "memory"], ["memory"], 0),
+        (["--memory"], ["memory"], 0),
+        (["--memory", "--kind", "call"], ["call", "memory"], 2),
+        (["--shape", "2x64"], ["forward", "train", "add"], 24),
+        (["--shape", "2x64", "--kind", "train", "--dtype", "float32"], ["train"], 2),
+        (["--output", "inplace", "--buffers", "hot"], ["add"], 20),
+        (["--output", "given", "--kind", "forward", "--shape", "2x8"], ["forward"], 4),
+    ],
+)
+def test_selection(stub_timer, arguments, shown, cells):
+    stub_timer.update(dict.fromkeys(NAMES, 0.5))
+    result = CliRunner().invoke(bench, ["--no-compile", *arguments])
+    assert result.exit_code == 0, result.output
+    lines = [line.rstrip() for line in result.output.splitlines()]
+    assert [kind for kind, title in TITLES.items() if title in lines] == shown
+    assert (f"{cells} of {cells} cells hold, 0 lose" in lines) is (cells > 0)
+
+
+def test_check_exits_1_where_the_memory_is_too_much(stub_timer):
+    stub_timer["memory"] = 1.03
+    result = CliRunner().invoke(bench, ["--memory", "--check", "--no-compile"])
+    assert result.exit_code == 1
+    assert "loses: memory: ours torch needs 1.030 of y + dx, expected at most 1.02" in (
+        result.output
+    )
+    assert "memory: eager torch / (y + dx): 6.500" in result.output
+    assert "compiled" not in result.output
+    stub_timer["memory"] = 1.02
+    assert CliRunner().invoke(bench, ["--memory", "--check"]).exit_code == 0
+
+
+def test_a_failed_memory_process_is_one_error(stub_timer, monkeypatch):
+    def fail(names, say):
+        raise MeasurementError("the memory of ours torch could not be measured: killed")
+
+    monkeypatch.setattr(memory, "measure_memory", fail)
+    result = CliRunner().invoke(bench, ["--memory"])
+    assert result.exit_code == 1
+    assert "could not be measured: killed" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_a_wrong_result_is_one_error(monkeypatch):
@@ -44,7 +107,7 @@ def test_a_wrong_result_is_one_error(monkeypatch):
         raise WrongResultError(f"{cell}: ours and eager differ")
 
     monkeypatch.setattr(Bench, "time_cell", time_cell)
-    result = CliRunner().invoke(bench, ["--shape", "2x64"])
+    result = CliRunner().invoke(bench, ["--shape", "2x64", "--no-compile"])
     assert result.exit_code == 1
     assert "2x64 float32 hot fresh: ours and eager differ" in result.output
     assert "Traceback" not in result.output
@@ -53,7 +116,8 @@ def test_a_wrong_result_is_one_error(monkeypatch):
 def test_json_to_a_file_and_to_stdout(stub_timer, tmp_path):
     stub_timer.update(dict.fromkeys(NAMES, 1.0))
     path = tmp_path / "bench.json"
-    arguments = ["--shape", "2x64", "--dtype", "float32", "--output", "fresh", "--json"]
+    arguments = ["--kind", "forward", "--shape", "2x64", "--dtype", "float32"]
+    arguments += ["--output", "fresh", "--json"]
     result = CliRunner().invoke(bench, [*arguments, str(path)])
     assert result.exit_code == 0, result.output
     assert "2x64" in result.output
@@ -69,7 +133,11 @@ def test_json_to_a_file_and_to_stdout(stub_timer, tmp_path):
         ["--shape", "12"],
         ["--dtype", "int8"],
         ["--threads", "0"],
-        ["--calls", "--shape", "1x576"],
+        ["--kind", "call", "--shape", "1x576"],
+        ["--memory", "--dtype", "float32"],
+        ["--kind", "memory", "--kind", "train", "--buffers", "hot"],
+        ["--kind", "train", "--output", "given"],
+        ["--kind", "backward"],
         ["--json", "/nonexistent/folder/file.json"],
     ],
 )

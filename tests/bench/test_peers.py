@@ -4,9 +4,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from rmsnorm.bench import peers
-from rmsnorm.bench.grid import Cell
+from rmsnorm.bench.grid import Cell, peers_of
 from rmsnorm.bench.limit import Memory
 from rmsnorm.bench.peers import Compiler, call_candidates, forward_candidates
+from rmsnorm.bench.run import grad_mode
+
+
+def every_candidate(cell, compiler=None):
+    """The candidates of any kind by name, and their tensors."""
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, cell.d, dtype=getattr(torch, cell.dtype)))
+    first = Memory(cell.dtype, 1024).buffers(cell).first()
+    with grad_mode(cell):
+        found = peers.candidates(cell, weight, compiler or Compiler(enabled=False), first)
+    return {candidate.name: candidate for candidate in found}, first, weight
 
 
 def candidates(cell, compiler):
@@ -82,6 +92,114 @@ def test_without_a_compiler_the_compiled_peers_are_absent(monkeypatch):
     assert not any(name.startswith("compiled") for name in found)
     assert compiler.failure == "no C++ compiler"
     assert compiler.has(Cell("forward", 9, 16, "float32"))
+
+
+def test_a_single_formula_that_cannot_be_compiled_is_absent_alone(monkeypatch):
+    def compile_(function, *, dynamic):
+        def fail(*arguments):
+            raise RuntimeError("KeyError: 'buf1'")
+
+        return fail if "llama" in function.__name__ else function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    compiler = Compiler()
+    for rows in (2, 3):
+        cell = Cell("forward", rows, 16, "float32")
+        found = every_candidate(cell, compiler)[0]
+        assert "compiled torch" in found
+        assert "compiled llama" not in found
+        assert compiler.has(cell)
+    assert compiler.enabled
+    assert compiler.failure == "KeyError: 'buf1'"
+
+
+def test_what_is_compiled_has_memory_of_its_own(monkeypatch):
+    """Views of larger memory would miss the compiler's cache, inference tensors be compiled
+    twice."""
+    seen = []
+
+    def compile_(function, *, dynamic):
+        def call(x, *others):
+            seen.append(x)
+            return function(x, *others)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    cell = Cell("add", 3, 64, "float32", "rotating", "inplace")
+    first = every_candidate(cell, Compiler())[1]
+    assert first[0].untyped_storage().nbytes() > first[0].nbytes
+    for one in seen:
+        assert one.untyped_storage().nbytes() == one.nbytes
+        assert not one.is_inference()
+        assert one.data_ptr() != first[0].data_ptr()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """``torch.compile`` returns what it is given."""
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: function)
+    return Compiler()
+
+
+def expected_results(kind, first, weight):
+    """The formula in float64 and its gradients, by autograd."""
+    leaves = [tensor.double().requires_grad_() for tensor in first[: 1 if kind == "train" else 2]]
+    gradients = [tensor.double() for tensor in first[len(leaves) :]]
+    wide = weight.detach().double().requires_grad_()
+    total = leaves[0] if kind == "train" else leaves[0] + leaves[1]
+    y = F.rms_norm(total, wide.shape, wide, peers.EPS)
+    results = (y,) if kind == "train" else (y, total)
+    if kind == "add":
+        return results
+    return (*results, *torch.autograd.grad(results, (*leaves, wide), gradients))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["train", "add", "add_train"])
+def test_every_candidate_returns_the_same_results(kind, dtype, uncompiled):
+    cell = Cell(kind, 3, 64, dtype)
+    found, first, weight = every_candidate(cell, uncompiled)
+    assert set(found) == {
+        f"{name} {spec}" for spec in ("torch", "llama") for name in ("ours", *peers_of(kind, spec))
+    }
+    expected = expected_results(kind, first, weight)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.02, "atol": 0.05}
+    with grad_mode(cell):
+        for candidate in found.values():
+            results = candidate.call(*candidate.bind(*first))
+            assert len(results) == len(expected)
+            for one, other in zip(results, expected, strict=True):
+                assert one.dtype == first[0].dtype
+                torch.testing.assert_close(one.double(), other, **tolerance)
+    assert weight.grad is None
+    assert not any(tensor.requires_grad for tensor in first)
+
+
+@pytest.mark.parametrize("rows", [3, 512])
+def test_in_place_every_candidate_writes_the_sum_over_the_residual(rows, uncompiled):
+    cell = Cell("add", rows, 1024, "float32", "hot", "inplace")
+    found, first, weight = every_candidate(cell, uncompiled)
+    for name, candidate in found.items():
+        # From 1 MiB on the compiled peer writes in place too.
+        allocates = name == "compiled torch" and rows == 3
+        x, residual = (tensor.clone() for tensor in first)
+        expected = expected_results("add", (x, residual), weight)
+        with grad_mode(cell):
+            y, total = candidate.call(*candidate.bind(x, residual))
+        assert (total is residual) is not allocates, name
+        assert (y is x) is name.startswith(("ours", "separate")), name
+        torch.testing.assert_close(y.double(), expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(total.double(), expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_cells_that_differ_in_the_buffers_alone_share_their_compiled_peers(uncompiled):
+    cell = Cell("train", 3, 64, "float32")
+    assert not uncompiled.has(cell)
+    every_candidate(cell, uncompiled)
+    assert uncompiled.has(Cell("train", 3, 64, "float32", "rotating"))
+    assert not uncompiled.has(Cell("forward", 3, 64, "float32"))
+    assert not uncompiled.has(Cell("add_train", 3, 64, "float32"))
 
 
 def test_a_call_cell_times_the_operation_against_torch_add():

@@ -1,15 +1,19 @@
 import json
 
 import pytest
+import torch
 
 from rmsnorm.bench import report
 from rmsnorm.bench.grid import Cell
 from rmsnorm.bench.limit import Candidate
+from rmsnorm.bench.memory import Usage
 from rmsnorm.bench.peers import Compiler
 from rmsnorm.bench.run import Bench, Policy, Timing, WrongResultError, judge, measure, run, settle
 
 CELL = Cell("forward", 8, 4096, "bfloat16")
 CALL = Cell("call", 1, 4096, "bfloat16")
+TRAIN = Cell("train", 512, 4096, "bfloat16")
+ADD = Cell("add", 8, 4096, "float32", "hot", "inplace")
 COPY_CELL = Cell("forward", 4096, 4096, "bfloat16", "hot", "given")
 
 
@@ -164,6 +168,48 @@ def test_the_copy_limit_is_against_the_plain_tensor_copy(median, ok):
     assert all(one.ok for one in judge(COPY_CELL, measured)) is ok
 
 
+@pytest.mark.parametrize(
+    ("rows", "eager", "compiled", "lost"),
+    [
+        (32, 4.0, 1.5, []),
+        (32, 3.99, 1.5, ["eager torch"]),
+        (32, 4.0, 1.49, ["compiled torch"]),
+        (8, 4.0, 1.01, []),
+        (8, 4.0, 1.0, ["compiled torch"]),
+    ],
+)
+def test_the_training_limits(rows, eager, compiled, lost):
+    measured = {
+        **timings(copy=1.0, ours_torch=1.0, eager_torch=eager, compiled_torch=compiled),
+        **timings(ours_llama=1.0, eager_llama=1.1, compiled_llama=1.1),
+    }
+    found = judge(Cell("train", rows, 4096, "float32"), measured)
+    assert len(found) == 4
+    assert [one.limit.rival for one in found if not one.ok] == lost
+
+
+ADD_WINS = timings(
+    rewrite=1.0,
+    ours_torch=2.0,
+    separate_torch=3.0,
+    eager_torch=8.0,
+    compiled_torch=4.0,
+    ours_llama=2.0,
+    separate_llama=3.0,
+    eager_llama=8.0,
+)
+
+
+def test_the_same_speed_as_the_separate_addition_loses():
+    assert all(one.ok for one in judge(ADD, ADD_WINS))
+    found = judge(ADD, {**ADD_WINS, **timings(separate_llama=2.0)})
+    assert [one.limit.rival for one in found if not one.ok] == ["separate llama"]
+
+
+def test_the_control_in_place_is_the_rewriting():
+    assert settle(ADD, Script(disturb(ADD_WINS, "rewrite"), ADD_WINS), retries=2).attempts == 2
+
+
 class Script:
     """Gives prepared timings, one after the other."""
 
@@ -216,13 +262,31 @@ def results():
     return run([CALL, CELL, COPY_CELL], script, Policy(retries=0))
 
 
+USAGES = (
+    Usage("ours torch", 1000, 1001, 1002),
+    Usage("ours llama", 1000, 1001, 1021),
+    Usage("eager torch", 1000, 6500, None),
+)
+
+
 def test_json():
     machine = report.machine(2**25, 2**27)
-    document = json.loads(json.dumps(report.to_dict(results(), machine, {"quick": True})))
-    assert set(document) == {"schema", "machine", "settings", "cells", "losing", "ok"}
+    document = report.to_dict(results(), machine, {"quick": True}, USAGES)
+    document = json.loads(json.dumps(document))
+    assert set(document) == {"schema", "machine", "settings", "cells", "memory", "losing", "ok"}
     assert document["schema"] == 1
     assert document["ok"] is False
-    assert document["losing"] == [str(COPY_CELL)]
+    assert document["losing"] == [str(COPY_CELL), "memory of ours llama"]
+    assert [usage["ok"] for usage in document["memory"]] == [True, False, True]
+    assert document["memory"][1] == {
+        "name": "ours llama",
+        "y_and_dx_bytes": 1000,
+        "resident_peak_bytes": 1021,
+        "allocated_peak_bytes": 1001,
+        "ratio": 1.021,
+        "limit": 1.02,
+        "ok": False,
+    }
     assert {"cpu", "isa", "threads", "torch", "load_average"} <= set(document["machine"])
     call, forward, _ = document["cells"]
     assert (
@@ -268,9 +332,50 @@ def test_tables_and_summary_print_ratios():
     # The copy limit is broken by both specs, the compiled peer by one.
     assert [row[-1] for row in rows] == ["", "", "LOSES", "LOSES"]
     text = "\n".join(report.summary(found))
-    assert "compiled llama / ours: 1.05 (geometric mean of 2 cells), smallest 0.83" in text
+    assert "forward: compiled llama / ours: 1.05 (geometric mean of 2 cells), smallest 0.83" in text
     assert f"loses: {COPY_CELL}: ours llama / compiled llama is 1.20, expected below 1" in text
     assert "2 of 3 cells hold, 1 lose" in text
+
+
+def test_tables_of_training_and_addition():
+    train = {**WINS, **timings(eager_torch=7.0, compiled_torch=3.0)}
+    add_train = Cell("add_train", 8, 4096, "float32")
+    found = run([TRAIN, ADD, add_train], Script(train, ADD_WINS, ADD_WINS), Policy(retries=0))
+    rows = report.train_rows(found)
+    assert all(len(row) == len(report.TRAIN_COLUMNS) for row in rows)
+    assert rows[0] == (
+        *("512x4096", "bfloat16", "hot", "torch", "2.00"),
+        *("2.22", "3.50", "1.50", "LOSES"),
+    )
+    assert [row[-1] for row in rows] == ["LOSES", ""]
+    rows = report.add_rows(found)
+    assert all(len(row) == len(report.ADD_COLUMNS) for row in rows)
+    assert rows[0][3:] == ("inplace", "torch", "2.00", "2.00", "1.50", "4.00", "2.00", "")
+    assert rows[1][3:] == ("inplace", "llama", "2.00", "2.00", "1.50", "4.00", "-", "")
+    assert [row[3] for row in rows] == ["inplace", "inplace", "train", "train"]
+    assert report.forward_rows(found) == []
+    text = "\n".join(report.summary(found))
+    assert "train: eager torch / ours: 3.50 (geometric mean of 1 cells)" in text
+    assert "add: separate llama / ours: 1.50" in text
+    assert "add train: separate llama / ours: 1.50" in text
+    assert f"loses: {TRAIN}: ours torch / eager torch is 0.29, expected at most 0.25" in text
+    assert "2 of 3 cells hold, 1 lose" in text
+
+
+def test_the_memory_is_a_table_and_lines():
+    rows = report.memory_rows(USAGES)
+    assert all(len(row) == len(report.MEMORY_COLUMNS) for row in rows)
+    assert [row[2:] for row in rows] == [
+        ("1.002", "1.001", "1.02", ""),
+        ("1.021", "1.001", "1.02", "LOSES"),
+        ("6.500", "6.500", "", ""),
+    ]
+    assert report.summary([], USAGES) == [
+        "memory: ours torch / (y + dx): 1.002 (limit 1.02)",
+        "memory: ours llama / (y + dx): 1.021 (limit 1.02)",
+        "memory: eager torch / (y + dx): 6.500",
+        "loses: memory: ours llama needs 1.021 of y + dx, expected at most 1.02",
+    ]
 
 
 def test_a_busy_machine_is_named():
@@ -287,6 +392,13 @@ def test_tiny_cells_are_timed(dtype):
             found = bench.time_cell(Cell("forward", 2, 32, dtype, buffers, output))
             assert {"copy", "memcpy", "ours torch", "ours llama", "eager torch"} <= set(found)
             assert all(timing.median > 0 for timing in found.values())
+        found = bench.time_cell(Cell("train", 2, 32, dtype, buffers))
+        assert {"copy", "memcpy", "ours torch", "ours llama", "eager llama"} <= set(found)
+        found = bench.time_cell(Cell("add_train", 2, 32, dtype, buffers))
+        assert {"copy", "memcpy", "ours torch", "separate torch", "eager llama"} <= set(found)
+        for output, control in (("fresh", "copy"), ("inplace", "rewrite")):
+            found = bench.time_cell(Cell("add", 2, 32, dtype, buffers, output))
+            assert {control, "ours torch", "separate torch", "eager llama"} <= set(found)
     found = bench.time_cell(Cell("call", 1, 32, dtype, grad_mode="no_grad"))
     assert "add" in found
 
@@ -300,4 +412,50 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setitem(vars(rmsnorm), "rms_norm", wrong)
     bench = Bench(Policy(), Compiler(enabled=False), cache=2**20, rotating=4096)
     with pytest.raises(WrongResultError, match="ours torch and eager torch differ by"):
+        bench.time_cell(Cell("forward", 2, 32, "float32"))
+
+
+@pytest.mark.parametrize("output", ["fresh", "inplace"])
+def test_a_wrong_sum_is_not_timed(monkeypatch, output):
+    import rmsnorm
+
+    right = rmsnorm.add_rms_norm
+
+    def wrong(x, residual, *arguments, **keywords):
+        y, total = right(x, residual, *arguments, **keywords)
+        return y, total + 1
+
+    monkeypatch.setitem(vars(rmsnorm), "add_rms_norm", wrong)
+    bench = Bench(Policy(), Compiler(enabled=False), cache=2**20, rotating=4096)
+    with pytest.raises(WrongResultError, match="ours torch and eager torch differ by 1"):
+        bench.time_cell(Cell("add", 2, 32, "float32", "hot", output))
+
+
+def test_a_wrong_gradient_is_not_timed(monkeypatch):
+    import rmsnorm
+
+    right = rmsnorm.rms_norm
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(context, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(context, dy):
+            return dy * 1.1
+
+    def wrong(*arguments, **keywords):
+        return Wrong.apply(right(*arguments, **keywords))
+
+    monkeypatch.setitem(vars(rmsnorm), "rms_norm", wrong)
+    bench = Bench(Policy(), Compiler(enabled=False), cache=2**20, rotating=4096)
+    with pytest.raises(WrongResultError, match="ours torch and eager torch differ by"):
+        bench.time_cell(Cell("train", 2, 32, "float32"))
+
+
+def test_a_wrong_peer_is_not_timed_either(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: lambda x, weight: x)
+    bench = Bench(Policy(), Compiler(), cache=2**20, rotating=4096)
+    with pytest.raises(WrongResultError, match="compiled torch and eager torch differ by"):
         bench.time_cell(Cell("forward", 2, 32, "float32"))

@@ -1,14 +1,17 @@
-"""The memory that a cell runs on, and the physical limit: a copy of the same bytes.
+"""The memory that a cell runs on, and the physical limit: copies of the same bytes.
 
 A norm reads its input once and writes its output once, as a copy does, so no kernel is faster than
-the best copy in the same state of the memory.
+the best copy in the same state of the memory. Likewise forward and backward copy x to y and dy to
+dx at the least (the backward reads x once more, which this limit leaves out), an addition with its
+norm copies x to y and the residual to the sum, and its backward dy to dx besides. In place nothing
+is copied: there the limit reads and writes back every element.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -23,7 +26,7 @@ MEBIBYTE = 2**20
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 Arguments = tuple[Any, ...]
-Bind = Callable[[Tensor, "Tensor | None"], Arguments]
+Bind = Callable[..., Arguments]
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class Candidate:
 
     Attributes:
         call: what is timed.
-        bind: the arguments of ``call`` for one input and, where the output is given, one output.
-            It runs outside the timed region.
+        bind: the arguments of ``call`` for the tensors of the cell: ``(x, out)`` in forward cells,
+            with None for a fresh output, ``(x, dy)``, ``(x, residual)`` or
+            ``(x, residual, dy, dresidual)`` in the others. It runs outside the timed region.
     """
 
     name: str
@@ -77,74 +81,112 @@ class Memory:
 
     Args:
         dtype: the name of a torch dtype.
-        rotating: bytes of input that rotating cells walk through.
+        rotating: bytes of each input that rotating cells walk through.
     """
 
     def __init__(self, dtype: str, rotating: int) -> None:
         self._dtype = getattr(torch, dtype)
         self._rotating = rotating
-        self._source = torch.empty(0, dtype=self._dtype)
+        self._sources: list[Tensor] = []
         self._target = torch.empty(0, dtype=self._dtype)
 
     def buffers(self, cell: Cell) -> CellBuffers:
-        """The buffers of ``cell``, at least two of them where they rotate."""
+        """The buffers of ``cell``, at least two of each tensor where they rotate."""
         count = 1
         if cell.buffers == "rotating":
             count = max(2, math.ceil(self._rotating / cell.nbytes))
         size = count * cell.rows * cell.d
-        if self._source.numel() < size:
-            self._source = _random(size, self._dtype)
-        target = None
-        if cell.output == "given":
-            if self._target.numel() < size:
-                # Written once, so that no timed call pays for the first touch of its pages.
-                self._target = torch.zeros(size, dtype=self._dtype).fill_(1.0)
-            target = self._target[:size].view(count, cell.rows, cell.d)
-        return CellBuffers(self._source[:size].view(count, cell.rows, cell.d), target)
+        shape = (count, cell.rows, cell.d)
+        tensors: list[Tensor | None] = []
+        for number in range(cell.inputs):
+            source = self._source(number, size)[:size].view(shape)
+            # What is overwritten is a copy, so that the next cell finds random numbers again.
+            tensors.append(source.clone() if cell.output == "inplace" else source)
+        if cell.kind in ("forward", "call"):
+            tensors.append(self._targets(size).view(shape) if cell.output == "given" else None)
+        return CellBuffers(tensors)
+
+    def _source(self, number: int, size: int) -> Tensor:
+        if number == len(self._sources):
+            self._sources.append(torch.empty(0, dtype=self._dtype))
+        if self._sources[number].numel() < size:
+            self._sources[number] = random_values(size, self._dtype, seed=number)
+        return self._sources[number]
+
+    def _targets(self, size: int) -> Tensor:
+        if self._target.numel() < size:
+            # Written once, so that no timed call pays for the first touch of its pages.
+            self._target = torch.zeros(size, dtype=self._dtype).fill_(1.0)
+        return self._target[:size]
 
 
 class CellBuffers:
-    """``count`` inputs ``(rows, d)`` and as many outputs, walked through in order.
+    """``count`` of each tensor of a cell, walked through in order.
 
     Args:
-        sources: ``(count, rows, d)``.
-        targets: ``(count, rows, d)``, or None where every call allocates its result.
+        tensors: each ``(count, rows, d)``; None where every call allocates its result.
     """
 
-    def __init__(self, sources: Tensor, targets: Tensor | None) -> None:
-        self._sources, self._targets = sources, targets
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._tensors = tuple(tensors)
+        self._count = max(len(tensor) for tensor in self._tensors if tensor is not None)
         self._next = 0
 
-    def first(self) -> tuple[Tensor, Tensor | None]:
-        return self._sources[0], None if self._targets is None else self._targets[0]
+    def first(self) -> tuple[Tensor | None, ...]:
+        """The first of each, ``(rows, d)``."""
+        return self._at(0)
 
     def batch(self, bind: Bind, calls: int) -> Iterable[Arguments]:
         """The arguments of the next ``calls`` calls. Views are made here, and touch no data."""
-        if len(self._sources) == 1:
+        if self._count == 1:
             return repeat(bind(*self.first()), calls)
         return list(self._walk(bind, calls))
 
     def _walk(self, bind: Bind, calls: int) -> Iterator[Arguments]:
         for _ in range(calls):
-            target = None if self._targets is None else self._targets[self._next]
-            yield bind(self._sources[self._next], target)
-            self._next = (self._next + 1) % len(self._sources)
+            yield bind(*self._at(self._next))
+            self._next = (self._next + 1) % self._count
+
+    def _at(self, index: int) -> tuple[Tensor | None, ...]:
+        return tuple(None if tensor is None else tensor[index] for tensor in self._tensors)
 
 
 def copies(cell: Cell) -> list[Candidate]:
-    """A tensor copy and a ``memcpy`` of the bytes of the cell's input.
+    """A tensor copy and a ``memcpy`` of the bytes that the cell has to move at the least.
 
-    Where the output is fresh, both allocate it, as the norm has to.
+    Where the output is fresh, both allocate it, as the norm has to. In place it is one pass that
+    reads every element and writes it back unchanged.
     """
     if cell.output == "given":
         return [
             Candidate("copy", Tensor.copy_, lambda x, out: (out, x)),
             Candidate("memcpy", ctypes.memmove, _addresses),
         ]
+    if cell.output == "inplace":
+        return [Candidate("rewrite", _rewrite, lambda *tensors: tuple(map(_as_integers, tensors)))]
+    if cell.kind == "forward":
+        return [
+            Candidate("copy", torch.clone, lambda x, out: (x,)),
+            Candidate("memcpy", _memcpy_fresh, lambda x, out: (x,)),
+        ]
+    # The gradient of the sum, the fourth tensor, is only read.
     return [
-        Candidate("copy", torch.clone, lambda x, out: (x,)),
-        Candidate("memcpy", _memcpy_fresh, lambda x, out: (x,)),
+        Candidate("copy", _each(torch.clone), lambda *tensors: tensors[:3]),
+        Candidate("memcpy", _each(_memcpy_fresh), lambda *tensors: tensors[:3]),
     ]
+
+
+def _each(copy: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
+    return lambda *tensors: [copy(tensor) for tensor in tensors]
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def _rewrite(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.add_(0)
 
 
 def _addresses(x: Tensor, out: Tensor | None) -> Arguments:
@@ -158,7 +200,7 @@ def _memcpy_fresh(x: Tensor) -> Tensor:
     return out
 
 
-def _random(size: int, dtype: torch.dtype) -> Tensor:
+def random_values(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """``size`` normal numbers; a million are drawn and repeated, which is much faster."""
-    block = torch.randn(min(size, 2**20), generator=torch.Generator().manual_seed(0)).to(dtype)
+    block = torch.randn(min(size, 2**20), generator=torch.Generator().manual_seed(seed)).to(dtype)
     return block.repeat(math.ceil(size / block.numel()))[:size].clone()

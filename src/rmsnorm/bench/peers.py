@@ -3,6 +3,10 @@
 Every peer computes the same function as the candidate it is compared with: ``F.rms_norm`` for spec
 ``torch``, the LLaMA formula for spec ``llama``. Where the output is given, the compiled peers write
 into it; eager code has no ``out=`` for a norm, so it allocates its result as it always does.
+
+The forward and backward of all of them run through ``torch.autograd.grad``. In the ``add`` kinds
+the peers add first and normalise the sum, eager and compiled; ``separate`` does so with this
+package's own norm, and shows what the fusion alone is worth.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rmsnorm.bench.grid import SPECS, Cell
-from rmsnorm.bench.limit import Arguments, Candidate
+from rmsnorm.bench.grid import SPECS, Cell, peers_of
+from rmsnorm.bench.limit import Arguments, Bind, Candidate
 from rmsnorm.spec import specs
 
 EPS = 1e-6
@@ -27,6 +31,8 @@ EPS = 1e-6
 # its own result stands for the one that writes into a given tensor: one compilation less. And only
 # below it does the way into the kernel matter, so only there the raw operation is timed too.
 _LARGE = 2**20
+
+_Add = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class LlamaNorm(nn.Module):
@@ -77,6 +83,18 @@ def _llama_formula_given(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return out.copy_(_llama_formula(x, weight))
 
 
+def _add_formula(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return _torch_formula(total, weight), total
+
+
+def _add_formula_inplace(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    # x is not written over: torch's compiler for the CPU stops with a KeyError when it is asked to
+    # change both (https://github.com/pytorch/pytorch/issues/196570).
+    residual.add_(x)
+    return _torch_formula(residual, weight), residual
+
+
 _FORMULAS: dict[tuple[str, bool], Callable[..., Tensor]] = {
     ("torch", False): _torch_formula,
     ("torch", True): _torch_formula_given,
@@ -85,58 +103,92 @@ _FORMULAS: dict[tuple[str, bool], Callable[..., Tensor]] = {
 }
 
 
+def _formula(cell: Cell, spec: str) -> Callable[..., object]:
+    """What is compiled for ``cell``."""
+    if cell.kind in ("add", "add_train"):
+        return _add_formula_inplace if writes_over(cell) else _add_formula
+    return _FORMULAS[spec, writes_over(cell)]
+
+
 class Compiler:
-    """``torch.compile`` of the formulas, once for each shape, dtype and kind of output.
+    """``torch.compile`` of the formulas, once for each kind, shape, dtype and kind of output.
 
     Args:
         enabled: False leaves every compiled peer out.
 
     Attributes:
-        failure: why compilation is not available, once that is known.
+        failure: why the first compilation that failed did so. A machine that cannot compile fails
+            at once, and is not asked again; a single formula that the compiler cannot do is absent
+            alone.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self.failure: str | None = None
-        self._made: dict[tuple[str, int, int, str, bool], Callable[..., object]] = {}
+        self._made: dict[tuple[object, ...], Callable[..., Any] | None] = {}
 
-    def get(self, spec: str, cell: Cell, arguments: Arguments) -> Callable[..., object] | None:
-        """The compiled formula, warmed on ``arguments``; None where it cannot be compiled."""
-        given = writes_given(cell)
-        key = (spec, cell.rows, cell.d, cell.dtype, given)
+    def get(
+        self, spec: str, cell: Cell, use: Callable[[Callable[..., Any]], object]
+    ) -> Callable[..., Any] | None:
+        """The compiled formula; None where it cannot be compiled.
+
+        Args:
+            spec: the convention.
+            cell: the cell.
+            use: calls what it is given in the way that will be timed; what the compiler leaves to
+                the first calls is done then.
+        """
+        key = (spec, *compiled_for(cell))
+        if not self.enabled:
+            return None
         if key not in self._made:
-            if not self.enabled or self.failure is not None:
-                return None
-            compiled = torch.compile(_own_code(_FORMULAS[spec, given]), dynamic=False)
+            compiled: Callable[..., Any] | None
+            compiled = torch.compile(_own_code(_formula(cell, spec)), dynamic=False)
             try:
                 for _ in range(3):
-                    compiled(*arguments)
+                    use(compiled)
             except (RuntimeError, ImportError, OSError) as error:
                 # A machine without a C++ compiler has eager peers only.
-                self.failure = str(error).strip().partition("\n")[0] or type(error).__name__
-                return None
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                self.failure = self.failure or reason
+                self.enabled = any(one is not None for one in self._made.values())
+                compiled = None
             self._made[key] = compiled
         return self._made[key]
 
     def has(self, cell: Cell) -> bool:
         """Whether every compiled peer of ``cell`` is ready or will never be."""
-        if not self.enabled or self.failure is not None:
+        if not self.enabled:
             return True
-        given = writes_given(cell)
-        return all((spec, cell.rows, cell.d, cell.dtype, given) in self._made for spec in SPECS)
+        return all(
+            (spec, *compiled_for(cell)) in self._made
+            for spec in SPECS
+            if "compiled" in peers_of(cell.kind, spec)
+        )
 
 
-def writes_given(cell: Cell) -> bool:
-    """Whether a compiled peer of ``cell`` writes into the given output.
+def compiled_for(cell: Cell) -> tuple[object, ...]:
+    """What the code of the compiled peers depends on: cells that agree in it share them.
 
     Example:
-        >>> writes_given(Cell("forward", 1, 576, "float32", "hot", "given"))
+        >>> cell = Cell("forward", 1, 576, "float32", "rotating", "given")
+        >>> compiled_for(cell) == compiled_for(Cell("forward", 1, 576, "float32"))
+        True
+    """
+    return (cell.kind, cell.rows, cell.d, cell.dtype, writes_over(cell))
+
+
+def writes_over(cell: Cell) -> bool:
+    """Whether a compiled peer of ``cell`` writes into tensors that exist.
+
+    Example:
+        >>> writes_over(Cell("forward", 1, 576, "float32", "hot", "given"))
         False
     """
-    return cell.output == "given" and cell.nbytes >= _LARGE
+    return cell.output != "fresh" and cell.nbytes >= _LARGE
 
 
-def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _own_code(function: Callable[..., object]) -> Callable[..., object]:
     """``function`` with a code object of its own.
 
     The compiler caches by code object and stops compiling one after eight shapes; with one code
@@ -146,17 +198,37 @@ def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return types.FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
 
 
-def forward_candidates(
+def candidates(
     cell: Cell, weight: nn.Parameter, compiler: Compiler, first: Arguments
 ) -> list[Candidate]:
-    """Ours and every peer of a forward cell.
+    """Ours and every peer of a cell, the copies not included.
+
+    Each returns its results, one tensor or several: y; y, dx, dweight; y and the sum; y, the sum,
+    dx, dresidual, dweight.
 
     Args:
         cell: the cell.
         weight: ``(d,)``, of the cell's dtype.
         compiler: gives the compiled peers.
-        first: ``(x, out)`` to compile on; ``out`` is None where the output is fresh.
+        first: the cell's tensors, to compile on.
     """
+    if cell.kind == "call":
+        return call_candidates(cell, weight)
+    if not compiler.has(cell):
+        first = _own_storage(first)
+    make = {
+        "forward": forward_candidates,
+        "train": train_candidates,
+        "add": add_candidates,
+        "add_train": add_train_candidates,
+    }[cell.kind]
+    return make(cell, weight, compiler, first)
+
+
+def forward_candidates(
+    cell: Cell, weight: nn.Parameter, compiler: Compiler, first: Arguments
+) -> list[Candidate]:
+    """The norm; ``first`` is ``(x, out)``, ``out`` None where the output is fresh."""
     found: list[Candidate] = []
     for spec in SPECS:
         found += _ours(cell, spec, weight)
@@ -166,11 +238,117 @@ def forward_candidates(
             )
         else:
             found.append(Candidate("eager llama", LlamaNorm(weight), lambda x, out: (x,)))
-        given = writes_given(cell)
-        bind = _bind_given(weight) if given else _bind_fresh(weight)
-        compiled = compiler.get(spec, cell, bind(first[0], first[1]))
+        bind = _bind_given(weight) if writes_over(cell) else _bind_fresh(weight)
+        compiled = compiler.get(spec, cell, _call_with(*bind(*first)))
         if compiled is not None:
             found.append(Candidate(f"compiled {spec}", compiled, bind))
+    return found
+
+
+def train_candidates(
+    cell: Cell, weight: nn.Parameter, compiler: Compiler, first: Arguments
+) -> list[Candidate]:
+    """The norm and its backward; ``first`` is ``(x, dy)``."""
+    from rmsnorm import rms_norm
+
+    def bind(x: Tensor, dy: Tensor) -> Arguments:
+        return x.detach().requires_grad_(), dy
+
+    def step(norm: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+        def forward_backward(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+            y = norm(x)
+            return (y, *torch.autograd.grad(y, (x, weight), dy))
+
+        return forward_backward
+
+    def least(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        y = torch.neg(x)
+        return (y, *torch.autograd.grad(y, x, dy))
+
+    arguments = bind(*first)
+    # What autograd takes for one operation with next to nothing to compute.
+    found = [Candidate("autograd", least, bind)]
+    for spec in SPECS:
+        ours = functools.partial(rms_norm, weight=weight, eps=EPS, spec=specs[spec])
+        found.append(Candidate(f"ours {spec}", step(ours), bind))
+        found.append(Candidate(f"eager {spec}", step(_eager(spec, weight)), bind))
+        compiled = compiler.get(
+            spec, cell, lambda call: step(functools.partial(call, weight=weight))(*arguments)
+        )
+        if compiled is not None:
+            norm = functools.partial(compiled, weight=weight)
+            found.append(Candidate(f"compiled {spec}", step(norm), bind))
+    return found
+
+
+def add_candidates(
+    cell: Cell, weight: nn.Parameter, compiler: Compiler, first: Arguments
+) -> list[Candidate]:
+    """The addition and the norm of the sum; ``first`` is ``(x, residual)``.
+
+    In place, x becomes y and the residual the sum, as far as the peer can: eager and compiled norms
+    allocate y.
+    """
+    from rmsnorm import rms_norm
+
+    inplace = cell.output == "inplace"
+    found: list[Candidate] = []
+    for spec in SPECS:
+        rule = specs[spec]
+        ours = _add_ours(weight, spec, inplace)
+        norm = functools.partial(rms_norm, weight=weight, eps=EPS, spec=rule)
+        separate = _add_then_over(norm) if inplace else _add_then(norm)
+        eager = _eager(spec, weight)
+        add_eager = _sum_over_then(eager) if inplace else _add_then(eager)
+        found += [
+            Candidate(f"ours {spec}", ours, _bind_both),
+            Candidate(f"separate {spec}", separate, _bind_both),
+            Candidate(f"eager {spec}", add_eager, _bind_both),
+        ]
+        if "compiled" in peers_of(cell.kind, spec):
+            compiled = compiler.get(spec, cell, _call_with(*first, weight))
+            if compiled is not None:
+                found.append(Candidate(f"compiled {spec}", compiled, _bind_weight(weight)))
+    return found
+
+
+def add_train_candidates(
+    cell: Cell, weight: nn.Parameter, compiler: Compiler, first: Arguments
+) -> list[Candidate]:
+    """The same and its backward; ``first`` is ``(x, residual, dy, dresidual)``, the last one the
+    gradient of the sum."""
+    from rmsnorm import rms_norm
+
+    def bind(x: Tensor, residual: Tensor, dy: Tensor, dresidual: Tensor) -> Arguments:
+        leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_())
+        return (*leaves, dy, dresidual)
+
+    def step(add: _Add) -> Callable[..., tuple[Tensor, ...]]:
+        def forward_backward(
+            x: Tensor, residual: Tensor, dy: Tensor, dresidual: Tensor
+        ) -> tuple[Tensor, ...]:
+            results = add(x, residual)
+            gradients = torch.autograd.grad(results, (x, residual, weight), (dy, dresidual))
+            return (*results, *gradients)
+
+        return forward_backward
+
+    arguments = bind(*first)
+    found: list[Candidate] = []
+    for spec in SPECS:
+        norm = functools.partial(rms_norm, weight=weight, eps=EPS, spec=specs[spec])
+        found += [
+            Candidate(f"ours {spec}", step(_add_ours(weight, spec, inplace=False)), bind),
+            Candidate(f"separate {spec}", step(_add_then(norm)), bind),
+            Candidate(f"eager {spec}", step(_add_then(_eager(spec, weight))), bind),
+        ]
+        if "compiled" in peers_of(cell.kind, spec):
+            compiled = compiler.get(
+                spec, cell, lambda call: step(functools.partial(call, weight=weight))(*arguments)
+            )
+            if compiled is not None:
+                add = functools.partial(compiled, weight=weight)
+                found.append(Candidate(f"compiled {spec}", step(add), bind))
     return found
 
 
@@ -180,12 +358,71 @@ def call_candidates(cell: Cell, weight: nn.Parameter) -> list[Candidate]:
     return [add, *(one for one in _ours(cell, "torch", weight) if one.name == "op torch")]
 
 
-def _bind_fresh(weight: Tensor) -> Callable[[Tensor, Tensor | None], Arguments]:
+def _bind_fresh(weight: Tensor) -> Bind:
     return lambda x, out: (x, weight)
 
 
-def _bind_given(weight: Tensor) -> Callable[[Tensor, Tensor | None], Arguments]:
+def _bind_given(weight: Tensor) -> Bind:
     return lambda x, out: (x, weight, out)
+
+
+def _bind_both(x: Tensor, residual: Tensor) -> Arguments:
+    return x, residual
+
+
+def _bind_weight(weight: Tensor) -> Bind:
+    return lambda x, residual: (x, residual, weight)
+
+
+def _own_storage(tensors: Arguments) -> Arguments:
+    """Copies whose memory is no larger than they are.
+
+    The compiler's cache on disk tells views of small and of large memory apart, the code does not.
+    """
+    with torch.inference_mode(False):
+        return tuple(None if tensor is None else tensor.clone() for tensor in tensors)
+
+
+def _call_with(*arguments: object) -> Callable[[Callable[..., Any]], object]:
+    return lambda call: call(*arguments)
+
+
+def _eager(spec: str, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
+    if spec == "torch":
+        return lambda x: F.rms_norm(x, weight.shape, weight, EPS)
+    return LlamaNorm(weight)
+
+
+def _add_ours(weight: nn.Parameter, spec: str, inplace: bool) -> _Add:
+    from rmsnorm import add_rms_norm
+
+    return functools.partial(
+        add_rms_norm, weight=weight, eps=EPS, spec=specs[spec], inplace=inplace
+    )
+
+
+def _add_then(norm: Callable[[Tensor], Tensor]) -> _Add:
+    def add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.add(residual, x)
+        return norm(total), total
+
+    return add
+
+
+def _add_then_over(norm: Callable[..., Tensor]) -> _Add:
+    def add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        torch.add(residual, x, out=residual)
+        return norm(residual, out=x), residual
+
+    return add
+
+
+def _sum_over_then(norm: Callable[[Tensor], Tensor]) -> _Add:
+    def add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        torch.add(residual, x, out=residual)
+        return norm(residual), residual
+
+    return add
 
 
 def _ours(cell: Cell, spec: str, weight: nn.Parameter) -> list[Candidate]:

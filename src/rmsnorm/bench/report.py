@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from rmsnorm.bench.grid import SPECS
+from rmsnorm.bench.grid import SPECS, Kind, peers_of
+from rmsnorm.bench.memory import Usage
 from rmsnorm.bench.run import Comparison, Result
 
 SCHEMA = 1
@@ -28,6 +29,33 @@ FORWARD_COLUMNS = (
     "op/ours",
     "",
 )
+TRAIN_COLUMNS = (
+    "shape",
+    "dtype",
+    "buffers",
+    "spec",
+    "ours us",
+    "autograd us",
+    "ours/limit",
+    "eager/ours",
+    "compiled/ours",
+    "",
+)
+ADD_COLUMNS = (
+    "shape",
+    "dtype",
+    "buffers",
+    "output",
+    "spec",
+    "ours us",
+    "ours/limit",
+    "separate/ours",
+    "eager/ours",
+    "compiled/ours",
+    "",
+)
+MEMORY_COLUMNS = ("candidate", "peak MiB", "peak/(y+dx)", "tensors/(y+dx)", "limit", "")
+KINDS: tuple[Kind, ...] = ("forward", "train", "add", "add_train")
 CALL_COLUMNS = ("shape", "dtype", "mode", "op us", "add us", "op/add", "limit", "")
 
 
@@ -93,31 +121,66 @@ def _isa() -> str | None:
 
 def forward_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """One row for each forward cell and spec, in the order of :data:`FORWARD_COLUMNS`."""
-    rows: list[tuple[str, ...]] = []
-    for result in results:
-        cell = result.cell
-        if cell.kind != "forward":
-            continue
-        for spec in SPECS:
-            ours = _median(result, f"ours {spec}")
-            limit = _median(result, result.physical_limit)
-            lost = [one for one in result.comparisons if not one.ok and _is_about(one, spec)]
-            rows.append(
-                (
-                    cell.shape,
-                    cell.dtype,
-                    cell.buffers,
-                    cell.output,
-                    spec,
-                    _number(ours),
-                    _ratio(ours, limit),
-                    _ratio(_median(result, f"eager {spec}"), ours),
-                    _ratio(_median(result, f"compiled {spec}"), ours),
-                    _ratio(_median(result, f"op {spec}"), ours),
-                    _flags(bool(lost), result.disturbed),
-                )
-            )
-    return rows
+    return _rows(results, ("forward",), FORWARD_COLUMNS)
+
+
+def train_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """One row for each train cell and spec, in the order of :data:`TRAIN_COLUMNS`."""
+    return _rows(results, ("train",), TRAIN_COLUMNS)
+
+
+def add_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """One row for each cell of both add kinds and each spec, in the order of
+    :data:`ADD_COLUMNS`; the output is ``train`` where the backward is timed too."""
+    return _rows(results, ("add", "add_train"), ADD_COLUMNS)
+
+
+def _rows(
+    results: Sequence[Result], kinds: Sequence[Kind], columns: Sequence[str]
+) -> list[tuple[str, ...]]:
+    return [
+        tuple(_value(result, spec, column) for column in columns)
+        for result in results
+        if result.cell.kind in kinds
+        for spec in SPECS
+    ]
+
+
+def _value(result: Result, spec: str, column: str) -> str:
+    cell = result.cell
+    ours = _median(result, f"ours {spec}")
+    above, slash, below = column.partition("/")
+    if slash:
+        if below == "limit":
+            return _ratio(ours, _median(result, result.physical_limit))
+        return _ratio(_median(result, f"{above} {spec}"), ours)
+    if not column:
+        lost = any(not one.ok and _is_about(one, spec) for one in result.comparisons)
+        return _flags(lost, result.disturbed)
+    return {
+        "shape": cell.shape,
+        "dtype": cell.dtype,
+        "buffers": cell.buffers,
+        "output": "train" if cell.trains else cell.output,
+        "spec": spec,
+        "ours us": _number(ours),
+        "autograd us": _number(_median(result, "autograd")),
+    }[column]
+
+
+def memory_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
+    """One row for each candidate, in the order of :data:`MEMORY_COLUMNS`."""
+    return [
+        (
+            usage.name,
+            f"{usage.peak / 2**20:.1f}",
+            f"{usage.ratio:.3f}",
+            f"{usage.allocated / usage.results:.3f}",
+            "" if usage.limit is None else f"{usage.limit:g}",
+            _flags(not usage.ok, disturbed=False),
+        )
+        for usage in usages
+    ]
 
 
 def call_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -144,23 +207,13 @@ def call_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     return rows
 
 
-def summary(results: Sequence[Result]) -> list[str]:
-    """A line for each peer and one for each broken limit."""
+def summary(results: Sequence[Result], usages: Sequence[Usage] = ()) -> list[str]:
+    """A line for each kind and peer, for each limit that is not a peer, and each broken one."""
     lines = []
-    for spec in SPECS:
-        for peer in (f"eager {spec}", f"compiled {spec}"):
-            ratios = sorted(
-                (1.0 / comparison.ratio, str(result.cell))
-                for result in results
-                for comparison in result.comparisons
-                if comparison.limit.rival == peer and comparison.ratio
-            )
-            if ratios:
-                mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
-                lines.append(
-                    f"{peer} / ours: {mean:.2f} (geometric mean of {len(ratios)} cells), "
-                    f"smallest {ratios[0][0]:.2f} at {ratios[0][1]}"
-                )
+    for kind in KINDS:
+        for spec in SPECS:
+            for peer in peers_of(kind, spec):
+                lines += _peer_lines(results, kind, f"{peer} {spec}")
     for result in results:
         for comparison in result.comparisons:
             limit = comparison.limit
@@ -169,16 +222,43 @@ def summary(results: Sequence[Result]) -> list[str]:
                     f"{limit.ours} / copy: {comparison.ratio:.2f} (limit {limit.ratio:g}) "
                     f"at {result.cell}"
                 )
+    for usage in usages:
+        limit_text = "" if usage.limit is None else f" (limit {usage.limit:g})"
+        lines.append(f"memory: {usage.name} / (y + dx): {usage.ratio:.3f}{limit_text}")
     for result in results:
         for comparison in result.comparisons:
             if not comparison.ok:
                 lines.append(f"loses: {result.cell}: {describe(comparison)}")
-    losing = sum(result.loses for result in results)
+    lines += [
+        f"loses: memory: {usage.name} needs {usage.ratio:.3f} of y + dx, "
+        f"expected at most {usage.limit:g}"
+        for usage in usages
+        if not usage.ok
+    ]
+    if results:
+        losing = sum(result.loses for result in results)
+        lines.append(f"{len(results) - losing} of {len(results)} cells hold, {losing} lose")
     disturbed = sum(result.disturbed for result in results)
-    lines.append(f"{len(results) - losing} of {len(results)} cells hold, {losing} lose")
     if disturbed:
         lines.append(f"{disturbed} cells were disturbed (~): something else used the machine")
     return lines
+
+
+def _peer_lines(results: Sequence[Result], kind: Kind, peer: str) -> list[str]:
+    ratios = sorted(
+        (1.0 / comparison.ratio, str(result.cell))
+        for result in results
+        if result.cell.kind == kind
+        for comparison in result.comparisons
+        if comparison.limit.rival == peer and comparison.ratio
+    )
+    if not ratios:
+        return []
+    mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+    return [
+        f"{kind.replace('_', ' ')}: {peer} / ours: {mean:.2f} (geometric mean of {len(ratios)} "
+        f"cells), smallest {ratios[0][0]:.2f} at {ratios[0][1]}"
+    ]
 
 
 def describe(comparison: Comparison) -> str:
@@ -189,12 +269,15 @@ def describe(comparison: Comparison) -> str:
     relation = "below" if limit.strict else "at most"
     return (
         f"{limit.ours} / {limit.rival} is {comparison.ratio:.2f}, "
-        f"expected {relation} {limit.ratio:g}"
+        f"expected {relation} {limit.ratio:.3g}"
     )
 
 
 def to_dict(
-    results: Sequence[Result], machine_: dict[str, Any], settings: dict[str, Any]
+    results: Sequence[Result],
+    machine_: dict[str, Any],
+    settings: dict[str, Any],
+    usages: Sequence[Usage] = (),
 ) -> dict[str, Any]:
     """Everything, for JSON. Times are microseconds for one call."""
     return {
@@ -202,8 +285,24 @@ def to_dict(
         "machine": machine_,
         "settings": settings,
         "cells": [_cell_dict(result) for result in results],
-        "losing": [str(result.cell) for result in results if result.loses],
-        "ok": not any(result.loses for result in results),
+        "memory": [_usage_dict(usage) for usage in usages],
+        "losing": [
+            *(str(result.cell) for result in results if result.loses),
+            *(f"memory of {usage.name}" for usage in usages if not usage.ok),
+        ],
+        "ok": not any(result.loses for result in results) and all(usage.ok for usage in usages),
+    }
+
+
+def _usage_dict(usage: Usage) -> dict[str, Any]:
+    return {
+        "name": usage.name,
+        "y_and_dx_bytes": usage.results,
+        "resident_peak_bytes": usage.resident,
+        "allocated_peak_bytes": usage.allocated,
+        "ratio": usage.ratio,
+        "limit": usage.limit,
+        "ok": usage.ok,
     }
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from rmsnorm.bench.grid import SPECS, Cell, Limit, limits
 from rmsnorm.bench.limit import Arguments, Bind, Candidate, CellBuffers, Memory, copies
-from rmsnorm.bench.peers import Compiler, call_candidates, forward_candidates
+from rmsnorm.bench.peers import Compiler, candidates
 from rmsnorm.progress import Say
 
 Clock = Callable[[], int]
@@ -36,6 +36,7 @@ _DRIFT = 1.25
 _SPREAD = 0.15
 _WIDE_SPREAD = 0.3
 _MAX_CALLS = 20_000
+_CONTROLS = ("copy", "rewrite", "add")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Policy:
     """
 
     sample_ns: int = 200_000
-    budget_ns: int = 1_200_000_000
+    budget_ns: int = 800_000_000
     min_rounds: int = 5
     max_rounds: int = 51
     retries: int = 2
@@ -134,7 +135,7 @@ class Result:
     @property
     def physical_limit(self) -> str | None:
         """The name of the fastest copy."""
-        found = [name for name in ("copy", "memcpy") if name in self.timings]
+        found = [name for name in ("copy", "memcpy", "rewrite") if name in self.timings]
         return min(found, key=lambda name: self.timings[name].median, default=None)
 
 
@@ -269,7 +270,7 @@ def _disturbed(timings: Timings) -> bool:
     # A small copy runs on one thread and does not notice that a core is taken; those who wait for
     # a second thread do.
     return any(
-        (name in ("copy", "add") and timing.disturbed) or timing.mad > _WIDE_SPREAD * timing.median
+        (name in _CONTROLS and timing.disturbed) or timing.mad > _WIDE_SPREAD * timing.median
         for name, timing in timings.items()
     )
 
@@ -320,7 +321,7 @@ class Bench:
         self._policy, self._compiler, self._say = policy, compiler, say
         self._cache, self._rotating = cache, rotating
         self._memory: tuple[str, Memory] | None = None
-        self._verified: set[tuple[str, str, str]] = set()
+        self._verified: set[tuple[str, ...]] = set()
 
     def time_cell(self, cell: Cell) -> dict[str, Timing]:
         """The timings of every candidate of ``cell``.
@@ -331,23 +332,20 @@ class Bench:
         # A parameter, as in a model: under no_grad its requires_grad must cost nothing.
         weight = nn.Parameter(torch.linspace(0.5, 1.5, cell.d, dtype=getattr(torch, cell.dtype)))
         buffers = self._buffers(cell)
-        mode = torch.inference_mode() if cell.grad_mode == "inference" else torch.no_grad()
-        with mode:
-            if cell.kind == "call":
-                candidates = call_candidates(cell, weight)
-            else:
-                if not self._compiler.has(cell):
-                    self._say(f"{cell}: compiling the peers")
-                peers = forward_candidates(cell, weight, self._compiler, buffers.first())
+        with grad_mode(cell):
+            if not self._compiler.has(cell):
+                self._say(f"{cell}: compiling the peers")
+            found = candidates(cell, weight, self._compiler, buffers.first())
+            if cell.kind != "call":
                 # The same calls whatever the buffers, so one look serves both states.
-                calls = (cell.shape, cell.dtype, cell.output)
+                calls = (cell.kind, cell.shape, cell.dtype, cell.output)
                 if calls not in self._verified:
-                    _verify(cell, peers, buffers)
+                    _verify(cell, found, buffers)
                     self._verified.add(calls)
-                candidates = [*copies(cell), *peers]
+                found = [*copies(cell), *found]
             self._say(f"{cell}: timing")
-            warm = cell.buffers == "hot" and 2 * cell.nbytes <= self._cache
-            return measure(candidates, buffers, self._policy, warm=warm)
+            warm = cell.buffers == "hot" and cell.touched_bytes <= self._cache
+            return measure(found, buffers, self._policy, warm=warm)
 
     def _buffers(self, cell: Cell) -> CellBuffers:
         if self._memory is None or self._memory[0] != cell.dtype:
@@ -355,28 +353,48 @@ class Bench:
         return self._memory[1].buffers(cell)
 
 
-def _verify(cell: Cell, candidates: Sequence[Candidate], buffers: CellBuffers) -> None:
-    x, out = buffers.first()
-    by_name = {candidate.name: candidate for candidate in candidates}
+def grad_mode(cell: Cell) -> contextlib.AbstractContextManager[object]:
+    """What the calls of ``cell`` run under."""
+    if cell.trains:
+        return torch.enable_grad()
+    return torch.inference_mode() if cell.grad_mode == "inference" else torch.no_grad()
 
-    def result(name: str) -> torch.Tensor:
+
+def _verify(cell: Cell, found: Sequence[Candidate], buffers: CellBuffers) -> None:
+    """Compares every candidate with the eager peer of its spec.
+
+    Raises:
+        WrongResultError: they differ by more than rounding.
+    """
+    by_name = {candidate.name: candidate for candidate in found}
+
+    def results(name: str) -> tuple[torch.Tensor, ...]:
+        tensors = buffers.first()
+        if cell.output == "inplace":
+            # What is written over must be the same for the next candidate. Not inference tensors,
+            # for which a compiled peer would be compiled again.
+            with torch.inference_mode(False):
+                tensors = tuple(None if one is None else one.clone() for one in tensors)
         candidate = by_name[name]
-        value = candidate.call(*candidate.bind(x, out))
-        assert isinstance(value, torch.Tensor)
-        return value
+        value = candidate.call(*candidate.bind(*tensors))
+        return value if isinstance(value, tuple) else (value,)
 
-    tolerance = 1e-5 if cell.dtype == "float32" else 2e-2
     for spec in SPECS:
-        expected = result(f"eager {spec}")
-        for name in (f"ours {spec}", f"op {spec}"):
-            if name not in by_name:
+        reference = f"eager {spec}"
+        expected = results(reference)
+        for name in by_name:
+            if name == reference or name.partition(" ")[2] != spec:
                 continue
-            found = result(name)
-            if torch.equal(found, expected):
-                continue
-            worst = (found.double() - expected.double()).abs().max().item()
-            if not worst <= tolerance * max(1.0, expected.abs().max().item()):
-                raise WrongResultError(
-                    f"{cell}: {name} and eager {spec} differ by {worst:.3g}; "
-                    "a wrong result is not timed"
-                )
+            for one, other in zip(results(name), expected, strict=True):
+                _compare(cell, f"{name} and {reference}", one.detach(), other.detach())
+
+
+def _compare(cell: Cell, names: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if torch.equal(found, expected):
+        return
+    tolerance = 1e-5 if cell.dtype == "float32" else 2e-2
+    worst = (found.float() - expected.float()).abs().max().item()
+    if not worst <= tolerance * max(1.0, expected.float().abs().max().item()):
+        raise WrongResultError(
+            f"{cell}: {names} differ by {worst:.3g}; a wrong result is not timed"
+        )

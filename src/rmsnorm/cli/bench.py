@@ -1,4 +1,4 @@
-"""``rmsnorm bench``: forward speed against the peers and against a plain copy."""
+"""``rmsnorm bench``: speed and memory against the peers and against a plain copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -15,14 +15,29 @@ from rmsnorm.bench.grid import (
     BUFFERS,
     DTYPES,
     OUTPUTS,
-    SHAPES,
     Buffers,
     Cell,
+    Kind,
     Output,
     call_cells,
-    forward_cells,
+    grid_cells,
     parse_shape,
 )
+
+if TYPE_CHECKING:  # all of it imports torch, which --help and bad usage should not wait for
+    from rmsnorm.bench.memory import Usage
+    from rmsnorm.bench.peers import Compiler
+    from rmsnorm.bench.run import Result
+
+# What --kind chooses: the kinds of cells of each, none for the memory, in the order of a run.
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    "call": ("call",),
+    "forward": ("forward",),
+    "train": ("train",),
+    "add": ("add", "add_train"),
+    "memory": (),
+}
+_FIXED = ("call", "memory")
 
 
 def _parse_shapes(
@@ -55,7 +70,15 @@ def _parse_shapes(
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Only this.")
 @click.option("--buffers", multiple=True, type=click.Choice(BUFFERS), help="Only this state.")
 @click.option("--output", "outputs", multiple=True, type=click.Choice(OUTPUTS), help="Only this.")
-@click.option("--calls", is_flag=True, help="Only the cost of a call through torch.ops.")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(tuple(_KINDS)),
+    help="Only this: the cost of one call, the forward, forward and backward, the fused residual "
+    "addition, or the peak memory. May be repeated.",
+)
+@click.option("--memory", is_flag=True, help="The same as --kind memory.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads; torch's default otherwise.")
 def bench(
     check: bool,
@@ -66,31 +89,44 @@ def bench(
     dtypes: tuple[str, ...],
     buffers: tuple[str, ...],
     outputs: tuple[str, ...],
-    calls: bool,
+    kinds: tuple[str, ...],
+    memory: bool,
     threads: int | None,
 ) -> None:
     """Time the norm against F.rms_norm, a model's own norm, torch.compile and a plain copy.
 
-    All in one process, interleaved; medians. Ratios above 1 in the columns eager/ours and
-    compiled/ours mean that this package is faster; ours/limit is the distance from the fastest copy
-    of the same bytes.
+    Timed are one call through torch.ops, the forward, forward and backward, and the residual
+    addition with its norm: in one process, interleaved; medians. Ratios above 1 in the columns
+    separate/ours, eager/ours and compiled/ours mean that this package is faster; ours/limit is the
+    distance from the fastest copy of the same bytes. The peak memory of forward and backward is
+    measured for each peer in a process of its own.
     """
-    cells = forward_cells(
-        shapes or SHAPES,
+    chosen = {*kinds, *(("memory",) if memory else ())}
+    selected = bool(shapes or dtypes or buffers or outputs)
+    fixed = [kind for kind in _FIXED if kind in chosen]
+    if fixed and selected:
+        raise click.UsageError(
+            f"--kind {fixed[0]} measures what is fixed; it takes no other selection"
+        )
+    if not chosen:
+        chosen = {kind for kind in _KINDS if not (selected and kind in _FIXED)}
+    cells = grid_cells(
+        [kind for name, found in _KINDS.items() if name in chosen - {*_FIXED} for kind in found],
+        shapes or None,
         dtypes or DTYPES,
         cast("tuple[Buffers, ...]", buffers) or BUFFERS,
         cast("tuple[Output, ...]", outputs) or OUTPUTS,
     )
-    selected = bool(shapes or dtypes or buffers or outputs)
-    if calls and selected:
-        raise click.UsageError("--calls measures fixed cells; it takes no other selection")
-    if not selected:
-        cells = call_cells() + ([] if calls else cells)
+    if "call" in chosen:
+        cells = call_cells() + cells
+    measures_memory = "memory" in chosen
+    if not cells and not measures_memory:
+        raise click.UsageError("nothing is left to measure: no cell of this kind has this output")
     if json_path is not None and json_path != "-":
         _check_writable(Path(json_path))
     if shapes:
         _check_memory(cells)
-    lost = _run(cells, quick, not no_compile, json_path, threads)
+    lost = _run(cells, measures_memory, quick, not no_compile, json_path, threads)
     if check and lost:
         click.get_current_context().exit(1)
 
@@ -117,9 +153,12 @@ def _check_memory(cells: list[Cell]) -> None:
         return
     for cell in cells:
         buffers = 2 if cell.buffers == "rotating" else 1
-        tensors = buffers * (2 if cell.output == "given" else 1)
-        # A model's own norm makes two float32 tensors and one result on its way.
-        needed = tensors * cell.nbytes + 2 * 4 * cell.rows * cell.d + cell.nbytes
+        # The output that is given, or the copies that are written over.
+        given = {"fresh": 0, "given": 1, "inplace": cell.inputs}[cell.output]
+        # A model's own norm makes two float32 tensors and one result on its way; with its backward
+        # it keeps up to eight.
+        temporaries = (8 if cell.trains else 2) * 4 * cell.rows * cell.d
+        needed = buffers * (cell.inputs + given) * cell.nbytes + temporaries + cell.nbytes
         if needed > available:
             raise click.BadParameter(
                 f"{cell.shape} in {cell.dtype} needs {needed / 2**30:.1f} GiB of memory; "
@@ -141,15 +180,21 @@ def _available_bytes() -> int | None:
 
 
 def _run(
-    cells: list[Cell], quick: bool, compiled: bool, json_path: str | None, threads: int | None
+    cells: list[Cell],
+    measures_memory: bool,
+    quick: bool,
+    compiled: bool,
+    json_path: str | None,
+    threads: int | None,
 ) -> bool:
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
 
     from rmsnorm.bench import report
+    from rmsnorm.bench.ahead import compile_ahead
     from rmsnorm.bench.limit import last_level_cache_bytes, rotating_bytes
+    from rmsnorm.bench.memory import NAMES, MeasurementError, measure_memory
     from rmsnorm.bench.peers import Compiler
     from rmsnorm.bench.run import FULL, QUICK, Bench, WrongResultError, run
 
@@ -171,51 +216,74 @@ def _run(
         transient=True,
         disable=not errors.is_terminal,
     ) as progress:
-        task = progress.add_task("starting", total=len(cells))
-        timer = Bench(
-            policy,
-            compiler,
-            cache=cache,
-            rotating=rotating,
-            say=lambda text: progress.update(task, description=text),
-        )
+        names = [name for name in NAMES if compiled or not name.startswith("compiled")]
+        total = len(cells) + (len(names) if measures_memory else 0)
+        task = progress.add_task("starting", total=total)
+
+        def say(text: str) -> None:
+            progress.update(task, description=text)
+
+        timer = Bench(policy, compiler, cache=cache, rotating=rotating, say=say)
+        usages: list[Usage] = []
         try:
+            if measures_memory:
+                usages = measure_memory(names, say=say)
+                progress.advance(task, len(names))
+            if compiled:
+                compile_ahead(cells, say)
             results = run(cells, timer.time_cell, policy, lambda result: progress.advance(task))
-        except WrongResultError as error:
+        except (WrongResultError, MeasurementError) as error:
             raise click.ClickException(str(error)) from None
 
     if json_path is not None:
         settings = {"quick": quick, "compile": compiled and compiler.failure is None}
-        text = json.dumps(report.to_dict(results, machine, settings), indent=2)
+        text = json.dumps(report.to_dict(results, machine, settings, usages), indent=2)
         if json_path == "-":
             click.echo(text)
         else:
             Path(json_path).write_text(text + "\n")
     if json_path != "-":
-        # Off a terminal the width is the table's: a wrapped row cannot be searched.
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(
-            f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
-            f"kernels: {machine['isa'] or 'none'}, rotating through {rotating >> 20} MiB",
-            highlight=False,
-        )
-        for title, columns, rows in (
-            ("one call through torch.ops", report.CALL_COLUMNS, report.call_rows(results)),
-            ("forward", report.FORWARD_COLUMNS, report.forward_rows(results)),
-        ):
-            if not rows:
-                continue
-            table = Table(title=title, title_justify="left")
-            for column in columns:
-                table.add_column(column, justify="right" if "/" in column else "left")
-            for row in rows:
-                table.add_row(*row, style="red" if "LOSES" in row[-1] else None)
-            console.print(table)
-        warning = report.load_warning(machine)
-        if warning is not None:
-            console.print(warning, highlight=False)
-        if compiler.failure is not None:
-            console.print(f"torch.compile is absent: {compiler.failure}", markup=False)
-        for line in report.summary(results):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return any(result.loses for result in results)
+        _print(results, usages, machine, compiler)
+    return any(result.loses for result in results) or not all(usage.ok for usage in usages)
+
+
+def _print(
+    results: list[Result], usages: list[Usage], machine: dict[str, Any], compiler: Compiler
+) -> None:
+    """Prints a table for each kind that was measured, and the sentences below them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rmsnorm.bench import report
+
+    # Off a terminal the width is the table's: a wrapped row cannot be searched.
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"kernels: {machine['isa'] or 'none'}, "
+        f"rotating through {machine['rotating_bytes'] >> 20} MiB",
+        highlight=False,
+    )
+    for title, columns, rows in (
+        ("one call through torch.ops", report.CALL_COLUMNS, report.call_rows(results)),
+        ("forward", report.FORWARD_COLUMNS, report.forward_rows(results)),
+        ("forward and backward", report.TRAIN_COLUMNS, report.train_rows(results)),
+        ("residual addition and norm", report.ADD_COLUMNS, report.add_rows(results)),
+        ("peak memory of forward and backward", report.MEMORY_COLUMNS, report.memory_rows(usages)),
+    ):
+        if not rows:
+            continue
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="right" if "/" in column else "left")
+        for row in rows:
+            table.add_row(*row, style="red" if "LOSES" in row[-1] else None)
+        console.print(table)
+    warning = report.load_warning(machine)
+    if warning is not None:
+        console.print(warning, highlight=False)
+    if compiler.failure is not None:
+        where = "failed in some cells" if compiler.enabled else "is absent"
+        console.print(f"torch.compile {where}: {compiler.failure}", markup=False)
+    for line in report.summary(results, usages):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
