@@ -1,6 +1,6 @@
 # make demo        the main job on a real model: find its norms, replace them, prove it, time it
 # make test        every test
-# make bench       speed against PyTorch and torch.compile, as ratios
+# make bench       speed and memory against PyTorch and torch.compile, as ratios
 # make lint        ruff, mypy, clang-format
 # make docs-check  runs the examples in the documents
 # make format      lets ruff and clang-format write
