@@ -160,6 +160,8 @@ def expected_results(kind, first, weight):
 def test_every_candidate_returns_the_same_results(kind, dtype, uncompiled):
     cell = Cell(kind, 3, 64, dtype)
     found, first, weight = every_candidate(cell, uncompiled)
+    least = found.pop("autograd", None)  # computes something else
+    assert (least is not None) == (kind == "train")
     assert set(found) == {
         f"{name} {spec}" for spec in ("torch", "llama") for name in ("ours", *peers_of(kind, spec))
     }

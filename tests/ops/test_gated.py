@@ -513,7 +513,8 @@ def test_extreme_rows(name: str, eps: float, dtype: torch.dtype) -> None:
                     assert bool(torch.isinf(given[~inside]).all())
                 size = float(values.clamp(-info.max, info.max).norm())
                 error = float((given - values)[inside].norm())
-                assert error <= 2 * unit * size + 4 * info.tiny, (row, error, size)
+                # In a single row of float32 the roundings of the gate come on top.
+                assert error <= 3 * unit * size + 4 * info.tiny, (row, error, size)
 
 
 @pytest.mark.parametrize("name", NAMED)

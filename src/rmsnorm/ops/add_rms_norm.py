@@ -19,9 +19,16 @@ from torch import Tensor
 from rmsnorm.ops import composite
 from rmsnorm.ops import rms_norm as norm
 from rmsnorm.ops.composite import output_dtype
-from rmsnorm.ops.library import first_of, to_front
+from rmsnorm.ops.library import distinct, first_of, to_front
 from rmsnorm.ops.library import library as _library
-from rmsnorm.ops.transforms import has_memory, needs_composite, needs_gradient, refuse_forward_mode
+from rmsnorm.ops.transforms import (
+    below_autograd,
+    has_memory,
+    needs_composite,
+    needs_gradient,
+    refuse_forward_mode,
+    was_forward_mode_refused,
+)
 from rmsnorm.spec import NormSpec, check_eps
 
 _PARAMETERS = "Tensor? weight=None, float? eps=None, str spec='', int ndim=1, float alpha=1.0"
@@ -141,6 +148,15 @@ for _name, _function in (
     ("add_rms_norm_", _composite_inplace),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+def _changes_in_place(keyset: Any, x: Tensor, residual: Tensor, *rest: Any) -> None:
+    """Lets autograd notice that what it may have saved has changed, whoever calls."""
+    torch.autograd.graph.increment_version((x, residual))
+    below_autograd(op_inplace, keyset, x, residual, *rest)
+
+
+_library.impl("add_rms_norm_", _changes_in_place, "ADInplaceOrView", with_keyset=True)
 
 op = torch.ops.rmsnorm.add_rms_norm.default
 op_fwd = torch.ops.rmsnorm.add_rms_norm_fwd.default
@@ -479,17 +495,20 @@ def forward(
             results = _composed(x, residual, weight, eps, spec, ndim, alpha, residual_dtype)
         elif differentiated:
             eps = None if eps is None else check_eps(eps)
+            residual, weight = distinct(residual, x), distinct(weight, x, residual)
             results = _apply(x, residual, weight, (eps, spec, ndim), alpha, residual_dtype)
         else:
             results = op(x, residual, weight, eps, spec.encode(), ndim, alpha, residual_dtype)
         return results
-    except (AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+    except (AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # As in rms_norm: the checks cost as much as a small call.
         _check_are_tensors(x, residual, weight)
         check(x, residual, weight, eps, spec, ndim, alpha, residual_dtype)
         if inplace:
             check_inplace(x, residual, weight, spec, residual_dtype)
-        raise
+        if inplace or not was_forward_mode_refused(error):
+            raise
+        return _composed(x, residual, weight, eps, spec, ndim, alpha, residual_dtype)
 
 
 def _composed(
@@ -526,22 +545,18 @@ def _in_place(
         )
     if composed or x.dtype != residual.dtype or residual_dtype is not None:
         check_inplace(x, residual, weight, spec, residual_dtype)
-    if composed:
+    # No kernel writes through a pending minus, which a compiled graph does not have.
+    negated = not torch.compiler.is_compiling() and (x.is_neg() or residual.is_neg())
+    if composed or negated:
         y, h = _composed(x, residual, weight, eps, spec, ndim, alpha, residual.dtype)
         x.copy_(y)
         residual.copy_(h)
         return
-    tracked: tuple[Tensor, ...] = ()
-    if not torch.compiler.is_compiling():  # which sees for itself what an operation changes
-        tracked = tuple(tensor for tensor in (x, residual) if not tensor.is_inference())
-        if len(tracked) < 2 and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "x or residual is an inference tensor: only inference mode may change it"
-            )
+    if not torch.is_inference_mode_enabled() and (x.is_inference() or residual.is_inference()):
+        raise RuntimeError(
+            "x or residual is an inference tensor: only inference mode may change it"
+        )
     op_inplace(x, residual, weight, eps, spec.encode(), ndim, alpha)
-    if tracked:
-        # Autograd must notice that what it may have saved has changed.
-        torch.autograd.graph.increment_version(tracked)
 
 
 def _check_are_tensors(x: object, residual: object, weight: object) -> None:

@@ -19,17 +19,23 @@ from torch import Tensor
 
 from rmsnorm.ops import gated_composite
 from rmsnorm.ops.composite import compute_dtype, output_dtype
-from rmsnorm.ops.library import first_of, or_nothing, to_front
+from rmsnorm.ops.library import distinct, first_of, or_nothing, to_front
 from rmsnorm.ops.library import library as _library
 from rmsnorm.ops.rms_norm import check as check_norm
 from rmsnorm.ops.rms_norm import (
     check_floating,
     check_is_tensor,
     check_like_x,
+    check_rstd,
     kernels_differentiate,
 )
-from rmsnorm.ops.transforms import needs_composite, needs_gradient, refuse_forward_mode
-from rmsnorm.spec import NormSpec
+from rmsnorm.ops.transforms import (
+    needs_composite,
+    needs_gradient,
+    refuse_forward_mode,
+    was_forward_mode_refused,
+)
+from rmsnorm.spec import NormSpec, check_eps
 
 _ARGUMENTS = "Tensor x, Tensor gate, Tensor? weight=None, float? eps=None, str spec=''"
 for _schema in (
@@ -90,7 +96,7 @@ def _fake_bwd(
     need_dgate: bool,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(dy, x, gate, weight, eps, NormSpec.decode(spec))
+    _check_backward(dy, x, gate, weight, rstd, eps, NormSpec.decode(spec))
 
     def gradient(of: Tensor | None, needed: bool) -> Tensor:
         if of is None or not needed:
@@ -141,7 +147,7 @@ def _composite_bwd(
     # Rows out of range and rows that cancel need more than rstd holds: it is computed again.
     refuse_forward_mode("gated_rms_norm")
     decoded = NormSpec.decode(spec)
-    _check_backward(dy, x, gate, weight, eps, decoded)
+    _check_backward(dy, x, gate, weight, rstd, eps, decoded)
     dx, dgate, dweight = gated_composite.gated_rms_norm_backward(
         dy, x, gate, weight, eps, decoded, (need_dx, need_dgate, need_dweight)
     )
@@ -184,14 +190,18 @@ class _GatedRMSNorm(torch.autograd.Function):
         x, gate, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
-        if again or needs_composite(dy, x, gate, weight):
-            dx, dgate, dweight = gated_composite.gated_rms_norm_backward(
+        found = None
+        if not (again or needs_composite(dy, x, gate, weight)):
+            try:
+                found = op_bwd(dy, x, gate, weight, rstd, ctx.eps, ctx.spec.encode(), *needs)
+            except RuntimeError as error:
+                if not was_forward_mode_refused(error):
+                    raise
+        if found is None:
+            found = gated_composite.gated_rms_norm_backward(
                 dy, x, gate, weight, ctx.eps, ctx.spec, needs
             )
-        else:
-            dx, dgate, dweight = op_bwd(
-                dy, x, gate, weight, rstd, ctx.eps, ctx.spec.encode(), *needs
-            )
+        dx, dgate, dweight = found
         return (
             dx if needs[0] else None,
             dgate if needs[1] else None,
@@ -305,10 +315,12 @@ def _check_backward(
     x: Tensor,
     gate: Tensor,
     weight: Tensor | None,
+    rstd: Tensor,
     eps: float | None,
     spec: NormSpec,
 ) -> None:
     check(x, gate, weight, eps, spec)
+    check_rstd(rstd, x, spec, 1)
     check_like_x("dy", dy, x)
 
 
@@ -383,14 +395,17 @@ def forward(
                 result = op(x, gate, weight, eps, spec.encode())
                 return result
             if kernels_differentiate(x):
+                eps = None if eps is None else check_eps(eps)
+                gate, weight = distinct(gate, x), distinct(weight, x, gate)
                 result = _apply(x, gate, weight, eps, spec)
                 return result
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         # The checks cost as much as a small call, so they run only once something is wrong: they
         # raise the same complaint with the type of error that Python users expect.
         _check_are_tensors(x, gate, weight)
         check(x, gate, weight, eps, spec)
-        raise
+        if not was_forward_mode_refused(error):
+            raise
     _check_are_tensors(x, gate, weight)
     check(x, gate, weight, eps, spec)
     return gated_composite.gated_rms_norm(x, gate, weight, eps, spec)

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from rmsnorm.ops import composite, extension
 from rmsnorm.ops.composite import compute_dtype, output_dtype
-from rmsnorm.ops.library import first_of, or_nothing, to_front
+from rmsnorm.ops.library import bumps_version, distinct, first_of, or_nothing, to_front
 from rmsnorm.ops.library import library as _library
-from rmsnorm.ops.transforms import needs_composite, needs_gradient, refuse_forward_mode
+from rmsnorm.ops.transforms import (
+    needs_composite,
+    needs_gradient,
+    refuse_forward_mode,
+    was_forward_mode_refused,
+)
 from rmsnorm.spec import NormSpec, check_eps
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -104,7 +109,7 @@ def _fake_bwd(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(dy, x, weight, dresidual, ndim)
+    _check_backward(dy, x, weight, rstd, dresidual, NormSpec.decode(spec), ndim)
 
     def empty(wanted: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device) if wanted else x.new_empty(0)
@@ -174,7 +179,7 @@ def _composite_bwd(
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_forward_mode("rms_norm")
-    _check_backward(dy, x, weight, dresidual, ndim)
+    _check_backward(dy, x, weight, rstd, dresidual, NormSpec.decode(spec), ndim)
     dx, dweight, dbias = composite.rms_norm_backward(
         dy,
         x,
@@ -196,6 +201,8 @@ for _name, _function in (
     ("rms_norm_bwd", _composite_bwd),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+bumps_version("rms_norm.out")
 
 has_kernels = extension.load()
 
@@ -269,10 +276,19 @@ def gradients(
     """
     eps, spec, ndim = settings
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
-    if again or needs_composite(dy, x, weight, dresidual):
-        return composite.rms_norm_backward(dy, x, weight, eps, spec, ndim, dresidual, needs)
-    dx, dweight, dbias = op_bwd(dy, x, weight, rstd, dresidual, eps, spec.encode(), ndim, *needs)
-    return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
+    if not (again or needs_composite(dy, x, weight, dresidual)):
+        try:
+            found = op_bwd(dy, x, weight, rstd, dresidual, eps, spec.encode(), ndim, *needs)
+            dx, dweight, dbias = found
+            return (
+                dx if needs[0] else None,
+                dweight if needs[1] else None,
+                dbias if needs[2] else None,
+            )
+        except RuntimeError as error:
+            if not was_forward_mode_refused(error):
+                raise
+    return composite.rms_norm_backward(dy, x, weight, eps, spec, ndim, dresidual, needs)
 
 
 def _vmap(
@@ -380,8 +396,8 @@ def check(
         RuntimeError: tensors on different devices.
     """
     _check_tensors(x, weight, bias, ndim)
-    if eps is not None:
-        check_eps(eps)
+    if eps is not None and check_eps(eps) > torch.finfo(compute_dtype(x.dtype, spec)).max:
+        raise ValueError(f"eps is {eps!r}, which float32, in which {x.dtype} is computed, has not")
     spec.width(math.prod(x.shape[x.dim() - ndim :]))
 
 
@@ -406,10 +422,35 @@ def _check_tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, ndim: 
             raise RuntimeError(f"{name} is on {parameter.device} but x is on {x.device}")
 
 
+def check_rstd(rstd: Tensor, x: Tensor, spec: NormSpec, ndim: int) -> None:
+    """Refuse an rstd that is not the forward's.
+
+    Raises:
+        TypeError: its dtype is not the one that accumulates.
+        ValueError: it has not one number for each row and group.
+        RuntimeError: it is on another device.
+    """
+    dtype = compute_dtype(x.dtype, spec)
+    if rstd.dtype != dtype:
+        raise TypeError(f"rstd is {rstd.dtype}; expected {dtype}")
+    shape = (*x.shape[: x.dim() - ndim], spec.groups)
+    if rstd.numel() != math.prod(shape):
+        raise ValueError(f"rstd has shape {tuple(rstd.shape)}; expected {shape}")
+    if rstd.device != x.device:
+        raise RuntimeError(f"rstd is on {rstd.device} but x is on {x.device}")
+
+
 def _check_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, dresidual: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    spec: NormSpec,
+    ndim: int,
 ) -> None:
     _check_tensors(x, weight, None, ndim)
+    check_rstd(rstd, x, spec, ndim)
     check_like_x("dy", dy, x)
     if dresidual is not None:
         check_like_x("dresidual", dresidual, x)
@@ -531,6 +572,7 @@ def forward(
         result: Tensor
         if differentiated:
             eps = None if eps is None else check_eps(eps)
+            weight, bias = distinct(weight, x), distinct(bias, x, weight)
             result = _apply(x, weight, bias, (eps, spec, ndim))
         elif out is None:
             result = op(x, weight, bias, eps, spec.encode(), ndim)
@@ -542,18 +584,18 @@ def forward(
             if out.is_inference() and not torch.is_inference_mode_enabled():
                 raise RuntimeError("out is an inference tensor: only inference mode may change it")
             result = op_out(x, weight, bias, eps, spec.encode(), ndim, out=out)
-            if not out.is_inference():
-                # Autograd must notice that what it may have saved has changed.
-                torch.autograd.graph.increment_version(out)
         return result
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # The checks cost as much as a small call, so they run only once something is wrong: they
         # raise the same complaint with the type of error that Python users expect.
         _check_are_tensors(x, weight, bias)
         check(x, weight, bias, eps, spec, ndim)
         if out is not None:
             check_out(out, x, weight, spec)
-        raise
+        if not was_forward_mode_refused(error):
+            raise
+        result = composite.rms_norm(x, weight, bias, eps, spec, ndim)
+        return result if out is None else out.copy_(result)
 
 
 def _check_are_tensors(x: object, weight: object, bias: object) -> None:

@@ -77,6 +77,12 @@ inline Activated activated(double g) {
   return {value, s + value * rest};
 }
 
+// One gate. T: the type that it is computed for.
+template <class T>
+Activated activated(Gate gate, T g) {
+  return gate == Gate::silu ? activated<true>(g) : activated<false>(g);
+}
+
 template <bool Silu, class T>
 void activate_all(const T* __restrict g, std::int64_t count, T* __restrict a) {
   for (std::int64_t i = 0; i < count; ++i) a[i] = static_cast<T>(activated<Silu>(g[i]).value);

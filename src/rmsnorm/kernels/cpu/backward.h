@@ -330,19 +330,19 @@ W wide_square_root(W value) {
   return guess == 0 ? guess : (guess + value / guess) / 2;
 }
 
-// One part of one row, in T and in order. With a gate before the norm, x * act is the row that is
-// normalised, with one after it dy * act is the gradient of the normalised row.
+// One part of one row, in T and in order. With a gate before the norm, x * act(gate) is the row
+// that is normalised, with one after it dy * act(gate) is the gradient of the normalised row.
 template <class T>
 struct PlainPart {
   const T* x;
   const T* dy;
   const T* weight;
   const T* dresidual;  // or null
-  const T* act;        // of a gate, or null
+  const T* gate;       // or null
   bool gate_before;
   T rstd;  // as the forward rounded it
   T* dx;
-  T* slope;  // gate_before: act'(gate), and dgate afterwards
+  T* dgate;  // written where the gate comes first
   T* xhat;
 };
 
@@ -361,7 +361,7 @@ bool has_gradient(const PlainPart<T>& part, std::int64_t count) {
   bool any = false;
   for (std::int64_t i = 0; i < count; ++i) any |= part.dy[i] != T(0) && part.weight[i] != T(0);
   return any && all_finite(part.x, count) && all_finite(part.dy, count) &&
-         all_finite(part.weight, count) && (!part.act || all_finite(part.act, count));
+         all_finite(part.weight, count) && (!part.gate || all_finite(part.gate, count));
 }
 
 // What a norm is linearised to, in the wider type and for a row that is scaled.
@@ -410,13 +410,14 @@ template <class T>
   using W = typename Wider<T>::Type;
   constexpr int kLanes = 8;
   const std::int64_t width = call.width;
-  const T* x_factor = part.gate_before ? part.act : nullptr;
-  const T* dy_factor = part.gate_before ? nullptr : part.act;
+  const bool gated_x = part.gate && part.gate_before;
+  const bool gated_dy = part.gate && !part.gate_before;
+  const auto act_at = [&](std::int64_t i) { return activated(call.activation, part.gate[i]); };
   if (!has_gradient(part, count)) return false;
   int top = exponent_of(0.0);
   for (std::int64_t i = 0; i < width; ++i) {
     int exponent = exponent_of(static_cast<double>(part.x[i]));
-    if (x_factor) exponent += exponent_of(static_cast<double>(x_factor[i]));
+    if (gated_x) exponent += exponent_of(act_at(i).value);
     if (exponent > top) top = exponent;
   }
   if (top <= exponent_of(0.0) / 2 && call.eps == 0.0) return false;
@@ -429,11 +430,11 @@ template <class T>
   const W second = __builtin_ldexp(1.0, -top - -top / 2);
   const auto x_at = [&](std::int64_t i) {
     const W x = static_cast<W>(part.x[i]) * first * second;
-    return x_factor ? x * x_factor[i] : x;
+    return gated_x ? x * act_at(i).value : x;
   };
   const auto u_at = [&](std::int64_t i) {
     const W u = static_cast<W>(part.dy[i]) * part.weight[i];
-    return dy_factor ? u * dy_factor[i] : u;
+    return gated_dy ? u * act_at(i).value : u;
   };
   W squares[kLanes] = {};
   W products[kLanes] = {};
@@ -461,7 +462,7 @@ template <class T>
   for (std::int64_t i = 0; i < count; ++i) {
     const W x = x_at(i);
     const W u = u_at(i);
-    const T plain = x_factor ? part.x[i] * x_factor[i] : part.x[i];
+    const T plain = gated_x ? part.x[i] * static_cast<T>(act_at(i).value) : part.x[i];
     part.xhat[i] = exact_rstd ? static_cast<T>(x * norm.rstd) : plain * part.rstd;
     W gradient = u;
     if (i < width) {
@@ -472,9 +473,10 @@ template <class T>
     }
     gradient *= norm.rstd * first * second;
     if (part.dresidual) gradient += part.dresidual[i];
-    if (x_factor) {
-      part.slope[i] = static_cast<T>(gradient * part.x[i] * part.slope[i]);
-      gradient *= x_factor[i];
+    if (gated_x) {
+      const Activated act = act_at(i);
+      part.dgate[i] = static_cast<T>(gradient * part.x[i] * act.derivative);
+      gradient *= act.value;
     }
     part.dx[i] = static_cast<T>(gradient);
   }
@@ -484,7 +486,7 @@ template <class T>
 // One part in T, an array for each of its operands: kPartRows of them.
 template <class T>
 struct PartArrays {
-  T *x, *dy, *weight, *dresidual, *dx, *xhat, *normed, *act, *slope;
+  T *x, *dy, *weight, *dresidual, *dx, *xhat, *normed, *gate, *act, *slope;
 
   PartArrays(T* memory, std::int64_t count) {
     const auto take = [&memory, count] {
@@ -499,6 +501,7 @@ struct PartArrays {
     dx = take();
     xhat = take();
     normed = take();
+    gate = take();
     act = take();
     slope = take();
   }
@@ -697,11 +700,11 @@ class DirectRows {
                              .dy = arrays.dy,
                              .weight = arrays.weight,
                              .dresidual = dresidual,
-                             .act = nullptr,
+                             .gate = nullptr,
                              .gate_before = false,
                              .rstd = tile.rstd[0],
                              .dx = arrays.dx,
-                             .slope = nullptr,
+                             .dgate = nullptr,
                              .xhat = arrays.xhat};
     if (!redo_gradient(call_, plain, part_)) return false;
     if (tile.dx[0]) store_as<X>(arrays.dx, part_, tile.dx[0], 0);
@@ -753,8 +756,8 @@ class StagedRows {
     const T* x = arrays_.x;
     const T* dy = arrays_.dy;
     if (call_.gate.data) {
-      read_part<Vec>(call_.gate, cursors.gate.offset(), column, part_, arrays_.normed);
-      activate_with_derivative(call_.activation, arrays_.normed, part_, arrays_.act, arrays_.slope);
+      read_part<Vec>(call_.gate, cursors.gate.offset(), column, part_, arrays_.gate);
+      activate_with_derivative(call_.activation, arrays_.gate, part_, arrays_.act, arrays_.slope);
       T* gated = arrays_.normed;
       const T* plain = call_.gate_before ? arrays_.x : arrays_.dy;
       for (std::int64_t i = 0; i < part_; ++i) gated[i] = plain[i] * arrays_.act[i];
@@ -776,11 +779,11 @@ class StagedRows {
                              .dy = arrays_.dy,
                              .weight = weight,
                              .dresidual = dresidual,
-                             .act = call_.gate.data ? arrays_.act : nullptr,
+                             .gate = call_.gate.data ? arrays_.gate : nullptr,
                              .gate_before = call_.gate_before,
                              .rstd = rstd,
                              .dx = arrays_.dx,
-                             .slope = arrays_.slope,
+                             .dgate = arrays_.slope,
                              .xhat = arrays_.xhat};
     const bool redone =
         is_delicate(call_, rstd, found, counted, mean) && redo_gradient(call_, plain, part_);
@@ -809,7 +812,7 @@ class StagedRows {
         if (dweight) dweight[i] = (fresh ? T(0) : dweight[i]) + dy[i] * arrays_.xhat[i];
       }
     }
-    finish(row, column, weight, redone && plain.act && plain.gate_before);
+    finish(row, column, weight, redone && plain.gate && plain.gate_before);
   }
 
   // The gate's derivative, unless that is there already, and the results in their own types.

@@ -222,6 +222,12 @@ inline void check_writable(const View& view, const char* name) {
   }
 }
 
+// The nearest float, also where this thread takes subnormal floats for zero.
+inline double to_float(double value) {
+  if (std::fabs(value) >= 0x1p-126) return static_cast<float>(value);
+  return std::nearbyint(value * 0x1p149) * 0x1p-149;
+}
+
 // The row and the constants of a call whose `compute` is known; returns the number of rows.
 template <class Call>
 std::int64_t describe_norm(const Spec& spec, std::optional<double> eps, const View& x,
@@ -241,9 +247,9 @@ std::int64_t describe_norm(const Spec& spec, std::optional<double> eps, const Vi
   call.divide = spec.mean;
   const double machine_eps = call.compute == DType::f64 ? 0x1p-52 : 0x1p-23;
   call.eps = eps ? *eps : spec.has_eps ? spec.eps : machine_eps;
+  if (call.compute == DType::f32) call.eps = to_float(call.eps);
   STD_TORCH_CHECK(call.eps >= 0.0 && std::isfinite(call.eps), "rmsnorm: eps is ", call.eps,
                   "; expected a finite number of at least 0");
-  if (call.compute == DType::f32) call.eps = static_cast<float>(call.eps);
   return rows;
 }
 

@@ -132,7 +132,7 @@ constexpr std::int64_t kChunkRows = 16;
 
 // Working memory of one thread, in elements of `compute`: rows of d elements (see Scratch).
 constexpr std::int64_t kSumRows = 2;
-constexpr std::int64_t kPartRows = 9;
+constexpr std::int64_t kPartRows = 10;
 static constexpr std::int64_t scratch_elements(const BackwardCall& call) {
   const std::int64_t sums = call.block_rows > kChunkRows ? kSumRows : 0;
   return (sums + (call.direct ? 0 : kPartRows)) * call.d;
