@@ -17,12 +17,12 @@ raw = torch.ops.rmsnorm
 def test_what_is_written_counts_a_version() -> None:
     out, h, residual = (torch.randn(3, 8) for _ in range(3))
     raw.rms_norm.out(torch.randn(3, 8), out=out)
-    raw.add_rms_norm_(h, residual)
+    add_rms_norm(h, residual, inplace=True)
     assert (out._version, h._version, residual._version) == (1, 1, 1)
     base = torch.randn(3, 8, requires_grad=True)
     leaf = base * 1
     squared = leaf.square()
-    raw.add_rms_norm_(leaf.detach(), torch.randn(3, 8))
+    add_rms_norm(leaf.detach(), torch.randn(3, 8), inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.sum().backward()
 

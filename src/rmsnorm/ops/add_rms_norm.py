@@ -22,7 +22,6 @@ from rmsnorm.ops.composite import output_dtype
 from rmsnorm.ops.library import distinct, first_of, to_front
 from rmsnorm.ops.library import library as _library
 from rmsnorm.ops.transforms import (
-    below_autograd,
     has_memory,
     needs_composite,
     needs_gradient,
@@ -148,15 +147,6 @@ for _name, _function in (
     ("add_rms_norm_", _composite_inplace),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-def _changes_in_place(keyset: Any, x: Tensor, residual: Tensor, *rest: Any) -> None:
-    """Lets autograd notice that what it may have saved has changed, whoever calls."""
-    torch.autograd.graph.increment_version((x, residual))
-    below_autograd(op_inplace, keyset, x, residual, *rest)
-
-
-_library.impl("add_rms_norm_", _changes_in_place, "ADInplaceOrView", with_keyset=True)
 
 op = torch.ops.rmsnorm.add_rms_norm.default
 op_fwd = torch.ops.rmsnorm.add_rms_norm_fwd.default
@@ -552,11 +542,18 @@ def _in_place(
         x.copy_(y)
         residual.copy_(h)
         return
-    if not torch.is_inference_mode_enabled() and (x.is_inference() or residual.is_inference()):
-        raise RuntimeError(
-            "x or residual is an inference tensor: only inference mode may change it"
-        )
+    tracked: tuple[Tensor, ...] = ()
+    if not torch.compiler.is_compiling():  # which sees for itself what an operation changes
+        tracked = tuple(tensor for tensor in (x, residual) if not tensor.is_inference())
+        if len(tracked) < 2 and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "x or residual is an inference tensor: only inference mode may change it"
+            )
     op_inplace(x, residual, weight, eps, spec.encode(), ndim, alpha)
+    if tracked:
+        # Autograd must notice that what it may have saved has changed. Not in the operation: a
+        # kernel in Python for that costs it more than the work on a short row.
+        torch.autograd.graph.increment_version(tracked)
 
 
 def _check_are_tensors(x: object, residual: object, weight: object) -> None:

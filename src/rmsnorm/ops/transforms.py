@@ -124,12 +124,6 @@ def was_forward_mode_refused(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "has no forward mode" in str(error)
 
 
-def below_autograd(operation: Any, keyset: Any, *arguments: Any) -> Any:
-    """Call ``operation`` again, from its kernel for changes in place, on the way to its own."""
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return operation.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
-
-
 def in_func_transform() -> bool:
     """Inside ``torch.func``'s vmap, grad or jvp: a tensor may stand for many, or carry more."""
     return peek_interpreter_stack() is not None
