@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm.ops import gated_composite
-from rmsnorm.ops.composite import compute_dtype, output_dtype
+from rmsnorm.ops.composite import output_dtype
 from rmsnorm.ops.library import distinct, first_of, or_nothing, to_front
 from rmsnorm.ops.library import library as _library
 from rmsnorm.ops.rms_norm import check as check_norm
@@ -27,6 +27,8 @@ from rmsnorm.ops.rms_norm import (
     check_is_tensor,
     check_like_x,
     check_rstd,
+    empty_rstd,
+    kernel_gradients,
     kernels_differentiate,
 )
 from rmsnorm.ops.transforms import (
@@ -74,11 +76,7 @@ def _fake_fwd(
     eps: float | None = None,
     spec: str = "",
 ) -> tuple[Tensor, Tensor]:
-    y = _fake(x, gate, weight, eps, spec)
-    decoded = NormSpec.decode(spec)
-    return y, torch.empty(
-        (*x.shape[:-1], decoded.groups), dtype=compute_dtype(x.dtype, decoded), device=x.device
-    )
+    return _fake(x, gate, weight, eps, spec), empty_rstd(x, NormSpec.decode(spec), 1)
 
 
 @torch.library.register_fake(  # type: ignore[untyped-decorator]
@@ -113,10 +111,7 @@ def _composite(
     eps: float | None = None,
     spec: str = "",
 ) -> Tensor:
-    refuse_forward_mode("gated_rms_norm")
-    decoded = NormSpec.decode(spec)
-    check(x, gate, weight, eps, decoded)
-    return gated_composite.gated_rms_norm(x, gate, weight, eps, decoded)
+    return _composite_fwd(x, gate, weight, eps, spec)[0]
 
 
 def _composite_fwd(
@@ -189,26 +184,14 @@ class _GatedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
-        found = None
-        if not (again or needs_composite(dy, x, gate, weight)):
-            try:
-                found = op_bwd(dy, x, gate, weight, rstd, ctx.eps, ctx.spec.encode(), *needs)
-            except RuntimeError as error:
-                if not was_forward_mode_refused(error):
-                    raise
+        found = kernel_gradients(
+            op_bwd, (dy, x, gate, weight, rstd), (ctx.eps, ctx.spec.encode()), needs
+        )
         if found is None:
             found = gated_composite.gated_rms_norm_backward(
                 dy, x, gate, weight, ctx.eps, ctx.spec, needs
             )
-        dx, dgate, dweight = found
-        return (
-            dx if needs[0] else None,
-            dgate if needs[1] else None,
-            dweight if needs[2] else None,
-            None,
-            None,
-        )
+        return (*found, None, None)
 
 
 _apply: Callable[..., Any] = _GatedRMSNorm.apply

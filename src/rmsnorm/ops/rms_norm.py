@@ -179,16 +179,11 @@ def _composite_bwd(
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_forward_mode("rms_norm")
-    _check_backward(dy, x, weight, rstd, dresidual, NormSpec.decode(spec), ndim)
+    decoded = NormSpec.decode(spec)
+    _check_backward(dy, x, weight, rstd, dresidual, decoded, ndim)
+    needs = (need_dx, need_dweight, need_dbias)
     dx, dweight, dbias = composite.rms_norm_backward(
-        dy,
-        x,
-        weight,
-        eps,
-        NormSpec.decode(spec),
-        ndim,
-        dresidual,
-        (need_dx, need_dweight, need_dbias),
+        dy, x, weight, eps, decoded, ndim, dresidual, needs
     )
     return or_nothing(dx, x), or_nothing(dweight, x), or_nothing(dbias, x)
 
@@ -214,6 +209,7 @@ op_bwd = torch.ops.rmsnorm.rms_norm_bwd.default
 
 # What a call is given besides tensors, as one argument: autograd looks at each of them.
 Settings = tuple[float | None, NormSpec, int]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -260,7 +256,7 @@ def gradients(
     dresidual: Tensor | None,
     settings: Settings,
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """dx, dweight and dbias of a norm, each ``None`` unless it is needed.
 
     They come from the kernel, or, where they must have a derivative in turn, from plain torch
@@ -275,20 +271,35 @@ def gradients(
         needs: for dx, dweight and dbias.
     """
     eps, spec, ndim = settings
-    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
-    if not (again or needs_composite(dy, x, weight, dresidual)):
-        try:
-            found = op_bwd(dy, x, weight, rstd, dresidual, eps, spec.encode(), ndim, *needs)
-            dx, dweight, dbias = found
-            return (
-                dx if needs[0] else None,
-                dweight if needs[1] else None,
-                dbias if needs[2] else None,
-            )
-        except RuntimeError as error:
-            if not was_forward_mode_refused(error):
-                raise
+    tensors = (dy, x, weight, rstd, dresidual)
+    found = kernel_gradients(op_bwd, tensors, (eps, spec.encode(), ndim), needs)
+    if found is not None:
+        return found
     return composite.rms_norm_backward(dy, x, weight, eps, spec, ndim, dresidual, needs)
+
+
+def kernel_gradients(
+    operation: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    tensors: tuple[Tensor | None, ...],
+    settings: tuple[Any, ...],
+    needs: tuple[bool, bool, bool],
+) -> Gradients | None:
+    """What a backward operation returns, each ``None`` unless it is needed.
+
+    Returns:
+        ``None`` where the operation cannot serve: the gradients must have a derivative in turn, or
+        :func:`~rmsnorm.ops.transforms.needs_composite`.
+    """
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # create_graph=True
+    if again or needs_composite(*tensors):
+        return None
+    try:
+        one, two, three = operation(*tensors, *settings, *needs)
+    except RuntimeError as error:
+        if was_forward_mode_refused(error):
+            return None
+        raise
+    return one if needs[0] else None, two if needs[1] else None, three if needs[2] else None
 
 
 def _vmap(
