@@ -15,7 +15,34 @@ from rmsnorm.ops.route import as_shape
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
 
 
-class RMSNorm(nn.Module):
+class _Norm(nn.Module):
+    """What both modules have: a spec, and a weight unless it is left out."""
+
+    elementwise_affine: bool
+    spec: NormSpec
+    weight: nn.Parameter | None
+
+    def _make_weight(
+        self,
+        shape: tuple[int, ...],
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if self.elementwise_affine:
+            weight = torch.empty(shape, device=device, dtype=dtype)
+            operation.check_floating("weight", weight)
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to the value with which the norm only normalises."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.spec.offset)
+
+
+class RMSNorm(_Norm):
     """Root mean square layer normalisation (Zhang & Sennrich 2019,
     https://arxiv.org/abs/1910.07467) over the last dimension(s), with a learnable weight.
 
@@ -53,9 +80,6 @@ class RMSNorm(nn.Module):
     __constants__ = ("elementwise_affine", "eps", "normalized_shape")
     normalized_shape: tuple[int, ...]
     eps: float | None
-    elementwise_affine: bool
-    spec: NormSpec
-    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,18 +101,7 @@ class RMSNorm(nn.Module):
                 f"{self.spec} has a gate, but RMSNorm takes one input; use a spec without a gate"
             )
         self.spec.width(math.prod(self.normalized_shape))  # refuses groups that do not fit
-        if elementwise_affine:
-            weight = torch.empty(self.normalized_shape, device=device, dtype=dtype)
-            operation.check_floating("weight", weight)
-            self.weight = nn.Parameter(weight)
-        else:
-            self.register_parameter("weight", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to the value with which the norm only normalises."""
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.spec.offset)
+        self._make_weight(self.normalized_shape, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (..., *normalized_shape).
@@ -114,7 +127,7 @@ class RMSNorm(nn.Module):
         return text if name == "torch" else f"{text}, spec={name!r}"
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(_Norm):
     """RMSNorm over the last dimension, multiplied by an activated gate before or after.
 
     As the mixers of Mamba2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060, section 7.1), of
@@ -159,9 +172,6 @@ class GatedRMSNorm(nn.Module):
     hidden_size: int
     eps: float | None
     group_size: int | None
-    elementwise_affine: bool
-    spec: NormSpec
-    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -188,18 +198,7 @@ class GatedRMSNorm(nn.Module):
             self.spec = gated_operation.with_group_size(self.spec, group_size, shape)
         self.spec.width(self.hidden_size)  # refuses groups that do not fit
         self._spec_without_gate = replace(self.spec, gate=None)
-        if elementwise_affine:
-            weight = torch.empty(shape, device=device, dtype=dtype)
-            operation.check_floating("weight", weight)
-            self.weight = nn.Parameter(weight)
-        else:
-            self.register_parameter("weight", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to the value with which the norm only normalises."""
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.spec.offset)
+        self._make_weight(shape, device, dtype)
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise ``hidden_states`` (..., hidden_size), with ``gate`` of the same shape.
