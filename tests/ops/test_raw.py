@@ -18,7 +18,8 @@ def test_what_is_written_counts_a_version() -> None:
     out, h, residual = (torch.randn(3, 8) for _ in range(3))
     raw.rms_norm.out(torch.randn(3, 8), out=out)
     add_rms_norm(h, residual, inplace=True)
-    assert (out._version, h._version, residual._version) == (1, 1, 1)
+    assert out._version == 1
+    assert h._version > 0 and residual._version > 0  # without kernels each is also copied to
     base = torch.randn(3, 8, requires_grad=True)
     leaf = base * 1
     squared = leaf.square()
