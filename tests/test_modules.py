@@ -440,3 +440,15 @@ class TestGated:
                 norm(torch.ones(3, 8), torch.ones(3, 8, dtype=torch.int64))
             with pytest.raises(RuntimeError, match="meta"):
                 norm(torch.ones(3, 8), torch.ones(3, 8, device="meta"))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32")])
+def test_with_a_residual_it_normalises_the_sum(dtypes: tuple[str, str]) -> None:
+    x, residual = (torch.randn(3, 5, 24, dtype=getattr(torch, name)) for name in dtypes)
+    for norm in (RMSNorm(24, 1e-5, spec="llama"), RMSNorm((5, 24), elementwise_affine=False)):
+        y, h = norm(x, residual)
+        assert torch.equal(h, residual + x)
+        assert torch.equal(y, norm(residual + x))
+        assert y.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"residual \(3, 5, 23\)"):
+        norm(x, residual[..., :-1])

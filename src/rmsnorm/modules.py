@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.ops import add_rms_norm as add_operation
 from rmsnorm.ops import gated_rms_norm as gated_operation
 from rmsnorm.ops import rms_norm as operation
 from rmsnorm.ops.route import as_shape
@@ -73,6 +75,9 @@ class RMSNorm(_Norm):
         >>> norm = RMSNorm(2, eps=1e-6, spec="llama")
         >>> norm(torch.tensor([3.0, 4.0])).detach()
         tensor([0.8485, 1.1314])
+        >>> y, residual = norm(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.0]))  # adds first
+        >>> residual.detach()
+        tensor([3., 4.])
         >>> norm
         RMSNorm((2,), eps=1e-06, elementwise_affine=True, spec='llama')
     """
@@ -103,13 +108,24 @@ class RMSNorm(_Norm):
         self.spec.width(math.prod(self.normalized_shape))  # refuses groups that do not fit
         self._make_weight(self.normalized_shape, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (..., *normalized_shape).
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise ``x`` (..., *normalized_shape), or the sum of ``x`` and ``residual``.
+
+        Args:
+            x: float32, float64, bfloat16 or float16.
+            residual: of x's shape. If it is given, the result is a pair: the norm of x + residual,
+                and that sum, which is the new residual. The bits are those of the two steps.
 
         Raises:
-            ValueError: x does not end in ``normalized_shape``.
+            ValueError: x does not end in ``normalized_shape``, or residual has another shape.
             TypeError: a dtype that has no RMSNorm.
-            RuntimeError: x and the weight are on different devices.
+            RuntimeError: x, residual and the weight are on different devices.
         """
         # `self.weight` would search the class and __getattr__ first.
         weight = self._parameters.get("weight")
@@ -117,7 +133,14 @@ class RMSNorm(_Norm):
             weight = self.weight  # a parametrization, or None
         if weight is None:  # otherwise the operation compares x with the weight
             operation.count_dimensions(x, self.normalized_shape)
-        return operation.forward(x, weight, None, self.eps, self.spec, len(self.normalized_shape))
+        ndim = len(self.normalized_shape)
+        if residual is not None:
+            # Under autocast a sublayer's result is narrower than the stream.
+            if x.dtype != residual.dtype:
+                dtype = torch.promote_types(x.dtype, residual.dtype)
+                x, residual = x.to(dtype), residual.to(dtype)
+            return add_operation.forward(x, residual, weight, self.eps, self.spec, ndim)
+        return operation.forward(x, weight, None, self.eps, self.spec, ndim)
 
     def extra_repr(self) -> str:
         text = (
