@@ -7,6 +7,8 @@ from rmsnorm.bench import memory
 from rmsnorm.bench.memory import MeasurementError, Usage
 from rmsnorm.bench.run import Bench, Timing, WrongResultError
 from rmsnorm.cli.bench import bench
+from rmsnorm.lm import step
+from rmsnorm.lm.step import StepTimes
 
 NAMES = ("ours torch", "ours llama", "op torch")
 # In the order of the tables.
@@ -16,6 +18,7 @@ TITLES = {
     "train": "forward and backward",
     "add": "residual addition and norm",
     "memory": "peak memory of forward and backward",
+    "step": "training steps of whole models",
 }
 
 
@@ -33,8 +36,15 @@ def stub_timer(monkeypatch):
         ratios = {name: ours if name.startswith("ours") else 6.5 for name in names}
         return [Usage(name, 1000, 1000, int(1000 * ratio)) for name, ratio in ratios.items()]
 
+    def measure_steps(workloads, compiled, say):
+        ours = medians.get("step", 101.0)
+        samples = {"ours": ours, "unfused": 102.0, "eager": 110.0, "none": 100.0}
+        samples = {name: (milliseconds,) * 3 for name, milliseconds in samples.items()}
+        return [StepTimes(workload.name, compiled, samples, 1e-5) for workload in workloads]
+
     monkeypatch.setattr(Bench, "time_cell", time_cell)
     monkeypatch.setattr(memory, "measure_memory", measure_memory)
+    monkeypatch.setattr(step, "measure_steps", measure_steps)
     return medians
 
 
@@ -62,6 +72,7 @@ def test_check_exits_1_where_a_cell_loses(stub_timer, ours, arguments, code):
         (["--kind", "train", "--kind", "call"], ["call", "train"], 42),
         (["--kind", "memory"], ["memory"], 0),
         (["--memory"], ["memory"], 0),
+        (["--kind", "step"], ["step"], 0),
         (["--memory", "--kind", "call"], ["call", "memory"], 2),
         (["--shape", "2x64"], ["forward", "train", "add"], 24),
         (["--shape", "2x64", "--kind", "train", "--dtype", "float32"], ["train"], 2),
@@ -89,6 +100,23 @@ def test_check_exits_1_where_the_memory_is_too_much(stub_timer):
     assert "compiled" not in result.output
     stub_timer["memory"] = 1.02
     assert CliRunner().invoke(bench, ["--memory", "--check"]).exit_code == 0
+
+
+def test_check_exits_1_where_a_training_step_loses(stub_timer, tmp_path):
+    stub_timer["step"] = 102.6
+    path = tmp_path / "bench.json"
+    arguments = ["--kind", "step", "--check", "--no-compile", "--json", str(path)]
+    result = CliRunner().invoke(bench, arguments)
+    assert result.exit_code == 1
+    assert (
+        "loses: step: mind-26m: eager / ours: 1.072; 74% of the time of eager norms is gone, which "
+        "was 9.1% of the step" in result.output
+    )
+    document = json.loads(path.read_text())
+    assert document["losing"] == ["step of tiny", "step of mind-26m"]
+    assert document["steps"][0]["gone"] == pytest.approx(0.74)
+    stub_timer["step"] = 102.4
+    assert CliRunner().invoke(bench, arguments).exit_code == 0
 
 
 def test_a_failed_memory_process_is_one_error(stub_timer, monkeypatch):

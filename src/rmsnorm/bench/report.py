@@ -14,6 +14,7 @@ import torch
 from rmsnorm.bench.grid import SPECS, Kind, peers_of
 from rmsnorm.bench.memory import Usage
 from rmsnorm.bench.run import Comparison, Result
+from rmsnorm.lm.step import StepTimes
 
 SCHEMA = 1
 FORWARD_COLUMNS = (
@@ -55,6 +56,20 @@ ADD_COLUMNS = (
     "",
 )
 MEMORY_COLUMNS = ("candidate", "peak MiB", "peak/(y+dx)", "tensors/(y+dx)", "limit", "")
+STEP_COLUMNS = (
+    "model",
+    "compiled",
+    "ours ms",
+    "unfused ms",
+    "eager ms",
+    "none ms",
+    "eager/ours",
+    "norms of eager",
+    "norms of ours",
+    "gone",
+    "losses differ by",
+    "",
+)
 KINDS: tuple[Kind, ...] = ("forward", "train", "add", "add_train")
 CALL_COLUMNS = ("shape", "dtype", "mode", "op us", "add us", "op/add", "limit", "")
 
@@ -183,6 +198,27 @@ def memory_rows(usages: Sequence[Usage]) -> list[tuple[str, ...]]:
     ]
 
 
+def step_rows(steps: Sequence[StepTimes]) -> list[tuple[str, ...]]:
+    """One row for each model, in the order of :data:`STEP_COLUMNS`."""
+    return [
+        (
+            found.name,
+            "yes" if found.compiled else "no",
+            *(
+                f"{found.median(variant):.1f}" if variant in found.samples else ""
+                for variant in ("ours", "unfused", "eager", "none")
+            ),
+            f"{found.ratio:.2f}",
+            f"{found.share('eager'):.1%}",
+            f"{found.share('ours'):.1%}",
+            f"{found.gone:.0%}",
+            "" if found.loss_difference is None else f"{found.loss_difference:.1e}",
+            _flags(not found.ok, disturbed=False),
+        )
+        for found in steps
+    ]
+
+
 def call_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """One row for each call cell, in the order of :data:`CALL_COLUMNS`."""
     rows: list[tuple[str, ...]] = []
@@ -207,7 +243,9 @@ def call_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     return rows
 
 
-def summary(results: Sequence[Result], usages: Sequence[Usage] = ()) -> list[str]:
+def summary(
+    results: Sequence[Result], usages: Sequence[Usage] = (), steps: Sequence[StepTimes] = ()
+) -> list[str]:
     """A line for each kind and peer, for each limit that is not a peer, and each broken one."""
     lines = []
     for kind in KINDS:
@@ -235,6 +273,12 @@ def summary(results: Sequence[Result], usages: Sequence[Usage] = ()) -> list[str
         for usage in usages
         if not usage.ok
     ]
+    for found in steps:
+        lines.append(
+            f"{'' if found.ok else 'loses: '}step: {_step_name(found)}: eager / ours: "
+            f"{found.ratio:.3f}; {found.gone:.0%} of the time of eager norms is gone, which was "
+            f"{found.share('eager'):.1%} of the step"
+        )
     if results:
         losing = sum(result.loses for result in results)
         lines.append(f"{len(results) - losing} of {len(results)} cells hold, {losing} lose")
@@ -242,6 +286,10 @@ def summary(results: Sequence[Result], usages: Sequence[Usage] = ()) -> list[str
     if disturbed:
         lines.append(f"{disturbed} cells were disturbed (~): something else used the machine")
     return lines
+
+
+def _step_name(found: StepTimes) -> str:
+    return f"{found.name}, compiled" if found.compiled else found.name
 
 
 def _peer_lines(results: Sequence[Result], kind: Kind, peer: str) -> list[str]:
@@ -278,6 +326,7 @@ def to_dict(
     machine_: dict[str, Any],
     settings: dict[str, Any],
     usages: Sequence[Usage] = (),
+    steps: Sequence[StepTimes] = (),
 ) -> dict[str, Any]:
     """Everything, for JSON. Times are microseconds for one call."""
     return {
@@ -286,11 +335,28 @@ def to_dict(
         "settings": settings,
         "cells": [_cell_dict(result) for result in results],
         "memory": [_usage_dict(usage) for usage in usages],
+        "steps": [
+            {
+                "model": found.name,
+                "compiled": found.compiled,
+                "ms": {name: list(samples) for name, samples in found.samples.items()},
+                "eager_over_ours": found.ratio,
+                "gone": found.gone,
+                "share_of_eager": found.share("eager"),
+                "share_of_ours": found.share("ours"),
+                "loss_difference": found.loss_difference,
+                "ok": found.ok,
+            }
+            for found in steps
+        ],
         "losing": [
             *(str(result.cell) for result in results if result.loses),
             *(f"memory of {usage.name}" for usage in usages if not usage.ok),
+            *(f"step of {_step_name(found)}" for found in steps if not found.ok),
         ],
-        "ok": not any(result.loses for result in results) and all(usage.ok for usage in usages),
+        "ok": not any(result.loses for result in results)
+        and all(usage.ok for usage in usages)
+        and all(found.ok for found in steps),
     }
 
 

@@ -28,16 +28,19 @@ if TYPE_CHECKING:  # all of it imports torch, which --help and bad usage should 
     from rmsnorm.bench.memory import Usage
     from rmsnorm.bench.peers import Compiler
     from rmsnorm.bench.run import Result
+    from rmsnorm.lm.step import StepTimes
 
-# What --kind chooses: the kinds of cells of each, none for the memory, in the order of a run.
+# What --kind chooses: the kinds of cells of each, in the order of a run; none for the memory and
+# for the steps of whole models.
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "call": ("call",),
     "forward": ("forward",),
     "train": ("train",),
     "add": ("add", "add_train"),
     "memory": (),
+    "step": (),
 }
-_FIXED = ("call", "memory")
+_FIXED = ("call", "memory", "step")
 
 
 def _parse_shapes(
@@ -76,7 +79,7 @@ def _parse_shapes(
     multiple=True,
     type=click.Choice(tuple(_KINDS)),
     help="Only this: the cost of one call, the forward, forward and backward, the fused residual "
-    "addition, or the peak memory. May be repeated.",
+    "addition, the peak memory, or the training step of whole models. May be repeated.",
 )
 @click.option("--memory", is_flag=True, help="The same as --kind memory.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads; torch's default otherwise.")
@@ -99,7 +102,8 @@ def bench(
     addition with its norm: in one process, interleaved; medians. Ratios above 1 in the columns
     separate/ours, eager/ours and compiled/ours mean that this package is faster; ours/limit is the
     distance from the fastest copy of the same bytes. The peak memory of forward and backward is
-    measured for each peer in a process of its own.
+    measured for each peer in a process of its own. Of two small language models the whole training
+    step is timed, with these norms, with torch.nn.RMSNorm and without norms.
     """
     chosen = {*kinds, *(("memory",) if memory else ())}
     selected = bool(shapes or dtypes or buffers or outputs)
@@ -119,14 +123,14 @@ def bench(
     )
     if "call" in chosen:
         cells = call_cells() + cells
-    measures_memory = "memory" in chosen
-    if not cells and not measures_memory:
+    others = tuple(name for name in ("memory", "step") if name in chosen)
+    if not cells and not others:
         raise click.UsageError("nothing is left to measure: no cell of this kind has this output")
     if json_path is not None and json_path != "-":
         _check_writable(Path(json_path))
     if shapes:
         _check_memory(cells)
-    lost = _run(cells, measures_memory, quick, not no_compile, json_path, threads)
+    lost = _run(cells, others, quick, not no_compile, json_path, threads)
     if check and lost:
         click.get_current_context().exit(1)
 
@@ -181,7 +185,7 @@ def _available_bytes() -> int | None:
 
 def _run(
     cells: list[Cell],
-    measures_memory: bool,
+    others: tuple[str, ...],
     quick: bool,
     compiled: bool,
     json_path: str | None,
@@ -197,6 +201,7 @@ def _run(
     from rmsnorm.bench.memory import NAMES, MeasurementError, measure_memory
     from rmsnorm.bench.peers import Compiler
     from rmsnorm.bench.run import FULL, QUICK, Bench, WrongResultError, run
+    from rmsnorm.lm.step import QUICK_WORKLOADS, WORKLOADS, measure_steps
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -217,7 +222,7 @@ def _run(
         disable=not errors.is_terminal,
     ) as progress:
         names = [name for name in NAMES if compiled or not name.startswith("compiled")]
-        total = len(cells) + (len(names) if measures_memory else 0)
+        total = len(cells) + ("memory" in others) * len(names) + ("step" in others)
         task = progress.add_task("starting", total=total)
 
         def say(text: str) -> None:
@@ -225,30 +230,42 @@ def _run(
 
         timer = Bench(policy, compiler, cache=cache, rotating=rotating, say=say)
         usages: list[Usage] = []
+        steps: list[StepTimes] = []
         try:
-            if measures_memory:
+            if "memory" in others:
                 usages = measure_memory(names, say=say)
                 progress.advance(task, len(names))
             if compiled:
                 compile_ahead(cells, say)
             results = run(cells, timer.time_cell, policy, lambda result: progress.advance(task))
+            if "step" in others:
+                steps = measure_steps(QUICK_WORKLOADS if quick else WORKLOADS, compiled, say)
         except (WrongResultError, MeasurementError) as error:
             raise click.ClickException(str(error)) from None
 
     if json_path is not None:
         settings = {"quick": quick, "compile": compiled and compiler.failure is None}
-        text = json.dumps(report.to_dict(results, machine, settings, usages), indent=2)
+        text = json.dumps(report.to_dict(results, machine, settings, usages, steps), indent=2)
         if json_path == "-":
             click.echo(text)
         else:
             Path(json_path).write_text(text + "\n")
     if json_path != "-":
-        _print(results, usages, machine, compiler)
-    return any(result.loses for result in results) or not all(usage.ok for usage in usages)
+        _print(results, usages, steps, machine, compiler)
+    held = (
+        all(not result.loses for result in results),
+        all(usage.ok for usage in usages),
+        all(found.ok for found in steps),
+    )
+    return not all(held)
 
 
 def _print(
-    results: list[Result], usages: list[Usage], machine: dict[str, Any], compiler: Compiler
+    results: list[Result],
+    usages: list[Usage],
+    steps: list[StepTimes],
+    machine: dict[str, Any],
+    compiler: Compiler,
 ) -> None:
     """Prints a table for each kind that was measured, and the sentences below them."""
     from rich.console import Console
@@ -270,6 +287,7 @@ def _print(
         ("forward and backward", report.TRAIN_COLUMNS, report.train_rows(results)),
         ("residual addition and norm", report.ADD_COLUMNS, report.add_rows(results)),
         ("peak memory of forward and backward", report.MEMORY_COLUMNS, report.memory_rows(usages)),
+        ("training steps of whole models", report.STEP_COLUMNS, report.step_rows(steps)),
     ):
         if not rows:
             continue
@@ -285,5 +303,5 @@ def _print(
     if compiler.failure is not None:
         where = "failed in some cells" if compiler.enabled else "is absent"
         console.print(f"torch.compile {where}: {compiler.failure}", markup=False)
-    for line in report.summary(results, usages):
+    for line in report.summary(results, usages, steps):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

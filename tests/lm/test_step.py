@@ -1,0 +1,109 @@
+import pytest
+import torch
+from torch import nn
+
+from rmsnorm import RMSNorm
+from rmsnorm.lm import step
+from rmsnorm.lm.block import FusedBlock
+from rmsnorm.lm.config import PRESETS, preset
+from rmsnorm.lm.step import (
+    VARIANTS,
+    StepTimes,
+    Workload,
+    loss_difference,
+    make_model,
+    make_tokens,
+    measure_steps,
+)
+
+WORKLOAD = Workload("small", 2, 8, 2, 8, rounds=3)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    config = preset("tiny", num_hidden_layers=2, hidden_size=32, vocab_size=64)
+    monkeypatch.setitem(PRESETS, "small", config)
+
+
+def test_the_variants_differ_in_their_norms_alone(small):
+    models = {variant: make_model("small", variant) for variant in VARIANTS}
+    kinds = {
+        variant: {
+            type(module) for module in model.modules() if "norm" in type(module).__name__.lower()
+        }
+        for variant, model in models.items()
+    }
+    assert kinds == {
+        "ours": {RMSNorm},
+        "unfused": {RMSNorm},
+        "eager": {nn.RMSNorm},
+        "none": set(),
+    }
+    assert [type(model.model.layers[0]) is FusedBlock for model in models.values()] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    states = {variant: model.state_dict() for variant, model in models.items()}
+    for name, value in states["none"].items():
+        assert all(torch.equal(state[name], value) for state in states.values()), name
+    for name, value in states["eager"].items():
+        assert torch.equal(states["ours"][name], value), name
+    assert {norm.eps for norm in models["eager"].modules() if isinstance(norm, nn.RMSNorm)} == {
+        1e-5
+    }
+    with pytest.raises(ValueError, match="'fused'; expected one of ours, unfused"):
+        make_model("small", "fused")
+
+
+def test_the_losses_agree_and_would_show_another_norm(small, monkeypatch):
+    assert loss_difference(WORKLOAD, steps=5) < 1e-4
+    trained = make_model("small", "ours").model
+    assert trained.norm.eps == 1e-5
+    original = step.make_model
+
+    def other(name, variant):
+        model = original(name, variant)
+        for norm in model.modules():
+            if isinstance(norm, nn.RMSNorm):
+                norm.eps = 1e-2
+        return model
+
+    monkeypatch.setattr(step, "make_model", other)
+    assert loss_difference(WORKLOAD, steps=5) > 1e-3
+
+
+def test_every_variant_is_timed_in_every_round(small, monkeypatch):
+    monkeypatch.setattr(step, "LOSS_STEPS", 5)
+    (found,) = measure_steps([WORKLOAD], compiled=False)
+    assert {name: len(samples) for name, samples in found.samples.items()} == dict.fromkeys(
+        VARIANTS, 3
+    )
+    assert found.loss_difference < 1e-3
+    assert all(sample > 0 for samples in found.samples.values() for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("ours", "difference", "compiled", "ok"),
+    [
+        (12.5, 0.0, False, True),
+        (12.6, 0.0, False, False),  # too little is gone
+        (12.5, 2e-3, False, False),
+        (12.5, float("nan"), False, False),
+        (19.9, None, True, True),
+        (20.1, None, True, False),  # slower
+    ],
+)
+def test_what_must_hold(ours, difference, compiled, ok):
+    samples = {"ours": (ours,) * 3, "eager": (20.0,) * 3, "none": (10.0,) * 3}
+    assert StepTimes("small", compiled, samples, difference).ok is ok
+
+
+def test_tokens_can_be_learned():
+    tokens = make_tokens(64, 50, 100)
+    assert tokens.shape == (50, 101)
+    assert 0 <= tokens.min() <= tokens.max() < 64
+    counts = torch.zeros(64, 64)
+    counts.index_put_((tokens[:, :-1].flatten(), tokens[:, 1:].flatten()), torch.ones(()), True)
+    assert (counts.amax(1).sum() / counts.sum()).item() > 0.4
