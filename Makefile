@@ -79,7 +79,7 @@ $(DONE)/torch: $(DONE)/venv
 $(DONE)/package: $(DONE)/torch pyproject.toml
 	@echo "installing the build tools and the package"
 	@$(PIP) install "scikit-build-core>=0.11" cmake ninja
-	@$(PIP) install --no-build-isolation --editable '.[dev,hf]' transformers==5.24.0
+	@$(PIP) install --no-build-isolation --editable '.[dev,hf,lm]' transformers==5.24.0
 	@touch $@
 
 # Without a compiler there is no library and no mark, so the next make looks for a compiler again.
