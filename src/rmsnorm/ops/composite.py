@@ -46,7 +46,7 @@ class _Range:
     half_scale: float
 
 
-_RANGES = {
+RANGES = {
     torch.float32: _Range(
         eps=2.0**-23, tiny=2.0**-100, far=2.0**60, scale=2.0**50, half_scale=2.0**45
     ),
@@ -56,6 +56,12 @@ _RANGES = {
 }
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+
+# Called as normalise and linearise are, for rows of which only a part is at hand.
+Normalise = Callable[[Tensor, int, float, NormSpec], tuple[Tensor, Tensor]]
+Linearise = Callable[
+    [Tensor, int, float | None, torch.dtype, NormSpec], tuple[Tensor, Callable[[Tensor], Tensor]]
+]
 
 
 def rms_norm(
@@ -98,6 +104,7 @@ def rms_norm_with_rstd(
     spec: NormSpec,
     ndim: int,
     x_dtype: torch.dtype,
+    normalise_rows: Normalise | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`rms_norm`, and what each row was multiplied by.
 
@@ -105,6 +112,7 @@ def rms_norm_with_rstd(
         weight, bias: may have x's first dimensions too, where each of those has its own.
         x_dtype: what counts as x's dtype where the spec rounds, and for the result. x may have
             another one, which decides what accumulates: a residual that is kept in float32.
+        normalise_rows: replaces :func:`normalise`.
 
     Returns:
         y, and rstd: (..., groups), in the dtype that accumulates.
@@ -112,7 +120,9 @@ def rms_norm_with_rstd(
     compute = compute_dtype(x.dtype, spec)
     batch, parts, d = shape_of_rows(x, spec, ndim)
     row = x.to(compute).contiguous().reshape(*batch, *parts)
-    grouped, rstd = normalise(row, spec.width(d), resolve_eps(eps, compute, spec), spec)
+    grouped, rstd = (normalise_rows or normalise)(
+        row, spec.width(d), resolve_eps(eps, compute, spec), spec
+    )
     xhat = grouped.reshape(*batch, d)
 
     weight_dtype = None if weight is None else weight.dtype
@@ -133,7 +143,7 @@ def rms_norm_with_rstd(
         if spec.rounding != "after_weight":
             y = y.to(out_dtype)
         y = y.to(multiply) + beside_rows(bias, ndim, batch, (d,)).to(multiply)
-    return y.to(out_dtype).reshape(x.shape), rstd.reshape(*batch, spec.groups)
+    return y.to(out_dtype).reshape(x.shape), rstd.flatten(len(batch))
 
 
 def rms_norm_backward(
@@ -146,6 +156,7 @@ def rms_norm_backward(
     dresidual: Tensor | None,
     needs: tuple[bool, bool, bool],
     lead: int = 0,
+    linearise_rows: Linearise | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of :func:`rms_norm`, as expressions that can be differentiated again.
 
@@ -160,6 +171,7 @@ def rms_norm_backward(
         needs: whether dx, dweight and dbias are wanted.
         lead: how many of the first dimensions have a dweight and dbias of their own; the weight
             then has those dimensions too.
+        linearise_rows: replaces :func:`linearise`.
 
     Returns:
         dx, contiguous and in x's dtype; dweight in the weight's shape and dtype; dbias in the
@@ -178,9 +190,12 @@ def rms_norm_backward(
     batch, parts, d = shape_of_rows(x, spec, ndim)
     row = x.to(compute).to(wide).contiguous().reshape(*batch, *parts)
     dy_row = dy.to(wide).reshape(*batch, *parts)
-    xhat, pull_back = linearise(row, spec.width(d), eps, compute, spec)
+    xhat, pull_back = (linearise_rows or linearise)(row, spec.width(d), eps, compute, spec)
 
     def over_rows(products: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and transforms.is_distributed(products):
+            # Uneven parts of several dimensions cannot be made those of one.
+            return products.sum(tuple(range(len(batch)))).reshape(x.shape[x.dim() - ndim :])
         rows = products.reshape(*batch[:lead], math.prod(batch[lead:]), d)
         return rows.sum(lead).reshape(*batch[:lead], *x.shape[x.dim() - ndim :])
 
@@ -231,6 +246,15 @@ def add_rms_norm(
         >>> h.tolist(), [round(v, 4) for v in y.tolist()]
         ([3.0, 4.0], [0.8485, 1.1314])
     """
+    h = add_scaled(x, residual, alpha, residual_dtype)
+    y, rstd = rms_norm_with_rstd(h, weight, None, eps, spec, ndim, x.dtype)
+    return y, h, rstd
+
+
+def add_scaled(
+    x: Tensor, residual: Tensor, alpha: float, residual_dtype: torch.dtype | None
+) -> Tensor:
+    """``residual + alpha * x``, contiguous and rounded once, as :func:`add_rms_norm` adds."""
     promoted = torch.promote_types(x.dtype, residual.dtype)
     h_dtype = promoted if residual_dtype is None else residual_dtype
     if alpha != 1.0 and h_dtype == promoted and promoted in HALF_TYPES:
@@ -243,9 +267,7 @@ def add_rms_norm(
     else:
         wide = torch.float64 if promoted == torch.float64 else torch.float32
         h = torch.add(residual.to(wide), x.to(wide), alpha=alpha).to(h_dtype)
-    h = h.contiguous()
-    y, rstd = rms_norm_with_rstd(h, weight, None, eps, spec, ndim, x.dtype)
-    return y, h, rstd
+    return h.contiguous()
 
 
 def compute_dtype(x: torch.dtype, spec: NormSpec) -> torch.dtype:
@@ -270,7 +292,7 @@ def resolve_eps(eps: float | None, compute: torch.dtype, spec: NormSpec) -> floa
     """
     if eps is not None:
         return eps
-    return _RANGES[compute].eps if spec.eps is None else spec.eps
+    return RANGES[compute].eps if spec.eps is None else spec.eps
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -330,7 +352,7 @@ def normalise(row: Tensor, width: int, eps: float, spec: NormSpec) -> tuple[Tens
     if width == 0:
         return row.clone(), row.new_zeros(*row.shape[:-1], 1)
     total = _sum_of_squares(row[..., :width])
-    limits = _RANGES[row.dtype]
+    limits = RANGES[row.dtype]
     # eps**2, because there eps stands beside the root of the mean, not beside the mean.
     floor = eps if spec.eps_in == "mean_square" else eps * eps
     can_vanish = (floor if spec.reduce == "sum" else floor * width) < limits.tiny
@@ -342,13 +364,13 @@ def normalise(row: Tensor, width: int, eps: float, spec: NormSpec) -> tuple[Tens
         if can_vanish:
             redo = redo | (total < limits.tiny)
     if redo is None or (plain_eager and not redo.any()):
-        rstd = _rstd(total, width, eps, spec)
+        rstd = rstd_of(total, width, eps, spec)
         return row * rstd, rstd
     # Each branch sees ones in the other's rows: torch.where stops a value that is not finite, but
     # its zero gradient times an infinite derivative would still be nan.
     usual = torch.where(redo, 1.0, row)
     extreme = torch.where(redo, row, 1.0)
-    rstd = _rstd(_sum_of_squares(usual[..., :width]), width, eps, spec)
+    rstd = rstd_of(_sum_of_squares(usual[..., :width]), width, eps, spec)
     extreme_xhat, extreme_rstd = _normalise_extreme(extreme, width, eps, spec)
     return (
         torch.where(redo, extreme_xhat, usual * rstd),
@@ -363,19 +385,19 @@ def _normalise_extreme(
     e = torch.full((), eps, dtype=row.dtype, device=row.device)
     if row.dtype == torch.float32 and _has_float64(row.device):
         wide = row.to(torch.float64)
-        rstd = _rstd(_sum_of_squares(wide[..., :width]), width, e.to(torch.float64), spec)
+        rstd = rstd_of(_sum_of_squares(wide[..., :width]), width, e.to(torch.float64), spec)
         return (wide * rstd).to(row.dtype), rstd.to(row.dtype)
     # Nothing wider is at hand: scale up what is small and down what is large, exactly. eps takes
     # the scale of what it stands beside. In steps, since the whole scale may be out of range.
     largest = row[..., :width].detach().abs().amax(dim=-1, keepdim=True)
-    half_scale = _RANGES[row.dtype].half_scale
+    half_scale = RANGES[row.dtype].half_scale
     half = torch.where(largest < 1.0, half_scale, torch.full_like(largest, 1.0 / half_scale))
     total = _sum_of_squares(row[..., :width] * half * half)
-    rstd = _rstd(total, width, _scaled_eps(e, half, spec), spec)
+    rstd = rstd_of(total, width, scaled_eps(e, half, spec), spec)
     return row * half * rstd * half, rstd * half * half
 
 
-def _scaled_eps(eps: Tensor, half: Tensor, spec: NormSpec) -> Tensor:
+def scaled_eps(eps: Tensor, half: Tensor, spec: NormSpec) -> Tensor:
     """eps for a row that was multiplied by ``half`` twice."""
     eps = eps * half * half
     return eps * half * half if spec.eps_in == "mean_square" else eps
@@ -406,28 +428,20 @@ def linearise(
         # larger of the row and eps decides, since the other is nothing beside it.
         floor = math.sqrt(eps) if spec.eps_in == "mean_square" else eps
         largest = row[..., :width].detach().abs().amax(dim=-1, keepdim=True).clamp(min=floor)
-        scale = _RANGES[row.dtype].half_scale
+        scale = RANGES[row.dtype].half_scale
         half = torch.where(largest > scale, 1.0 / scale, torch.ones_like(largest))
         half = torch.where(largest < 1.0 / scale, scale, half)
-        e = _scaled_eps(e, half, spec)
+        e = scaled_eps(e, half, spec)
     total = _sum_of_squares(row[..., :width] * half * half)
-    rstd = _rstd(total, width, e, spec)
+    rstd = rstd_of(total, width, e, spec)
     xhat = row * half * rstd * half
 
     c2 = 1 if spec.reduce == "sum" else width
-    k: Tensor | float = 1.0
-    if spec.eps_in == "root":
-        root = _sqrt(total / c2)
-        nonzero = torch.where(root == 0.0, 1.0, root)
-        k = torch.where(root == 0.0, 0.0, (root + e) / nonzero)
-    elif spec.eps_in == "clamp":
-        k = (_sqrt(total) >= e).to(row.dtype)
+    k = share_of_norm(total, width, e, spec)
 
     def pull_back(u: Tensor) -> Tensor:
         if row.shape[-1] == 1:
-            # u - xhat^2 u would be all rounding error where eps is small beside x^2.
-            left = {"mean_square": e * rstd * rstd, "root": e * rstd, "clamp": 1.0 - k}
-            return u * left[spec.eps_in] * rstd * half * half
+            return u * slope_of_one(k, rstd, e, spec) * rstd * half * half
         through_norm = k * (u * xhat).sum(dim=-1, keepdim=True) / c2
         inner = u[..., :width] - xhat[..., :width] * through_norm
         if width < row.shape[-1]:
@@ -435,6 +449,30 @@ def linearise(
         return inner * rstd * half * half
 
     return xhat, pull_back
+
+
+def share_of_norm(total: Tensor, width: int, eps: Tensor, spec: NormSpec) -> Tensor | float:
+    """The factor k of :func:`linearise`: how rstd follows the norm of the row, whose sum of squares
+    is ``total``; 1 where eps stands beside the mean square."""
+    if spec.eps_in == "root":
+        root = _sqrt(total if spec.reduce == "sum" else total / width)
+        nonzero = torch.where(root == 0.0, 1.0, root)
+        return torch.where(root == 0.0, 0.0, (root + eps) / nonzero)
+    if spec.eps_in == "clamp":
+        return (_sqrt(total) >= eps).to(total.dtype)
+    return 1.0
+
+
+def slope_of_one(
+    share: Tensor | float, rstd: Tensor, eps: Tensor, spec: NormSpec
+) -> Tensor | float:
+    """``1 - xhat * k * xhat`` of a row of one element.
+
+    The difference itself would be all rounding error where eps is small beside x^2.
+    """
+    if spec.eps_in == "mean_square":
+        return eps * rstd * rstd
+    return eps * rstd if spec.eps_in == "root" else 1.0 - share
 
 
 def _has_float64(device: torch.device) -> bool:
@@ -450,8 +488,8 @@ def _sum_of_squares(counted: Tensor) -> Tensor:
     return squares.sum(dim=-1, keepdim=True)
 
 
-def _rstd(total: Tensor, width: int, eps: float | Tensor, spec: NormSpec) -> Tensor:
-    """The factor of each row, from its sum of squares (..., 1)."""
+def rstd_of(total: Tensor, width: int, eps: float | Tensor, spec: NormSpec) -> Tensor:
+    """The factor of each row of ``width`` counted elements, from its sum of squares."""
     if spec.eps_in == "clamp":
         return math.sqrt(width) / _sqrt(total).clamp(min=eps)
     mean = total if spec.reduce == "sum" else total / width
@@ -460,7 +498,7 @@ def _rstd(total: Tensor, width: int, eps: float | Tensor, spec: NormSpec) -> Ten
     shifted = mean + eps
     # d(v**-0.5) = -0.5 v**-1.5 leaves the range long before v**-0.5 does; near 1 it does not. The
     # scale is a power of four under the root, so the bits are those of rsqrt(v) itself.
-    limits = _RANGES[total.dtype]
+    limits = RANGES[total.dtype]
     value = shifted.detach()
     scale = torch.where(value < 1.0 / limits.far, limits.scale, torch.ones_like(value))
     scale = torch.where(value > limits.far, 1.0 / limits.scale, scale)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rmsnorm.ops import composite
+from rmsnorm.ops import composite, transforms
 from rmsnorm.spec import NormSpec, Output
 
 
@@ -53,13 +53,19 @@ def gated_rms_norm(
 
 
 def gated_rms_norm_with_rstd(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float | None, spec: NormSpec
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+    normalise_rows: composite.Normalise | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`gated_rms_norm`, and what each row (times its gate, where that comes before) was
     multiplied by.
 
     Args:
         weight: may have x's first dimensions too, where each of those has its own.
+        normalise_rows: replaces :func:`rmsnorm.ops.composite.normalise`.
 
     Returns:
         y, and rstd: (..., groups), in the dtype that accumulates.
@@ -67,17 +73,30 @@ def gated_rms_norm_with_rstd(
     compute = composite.compute_dtype(x.dtype, spec)
     eps = composite.resolve_eps(eps, compute, spec)
     if spec.gate_order == "before":
-        return _gate_then_norm(x, gate, weight, eps, spec)
-    return _norm_then_gate(x, gate, weight, eps, spec)
+        return _gate_then_norm(x, gate, weight, eps, spec, normalise_rows)
+    return _norm_then_gate(x, gate, weight, eps, spec, normalise_rows)
 
 
 def _gate_then_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: NormSpec
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    spec: NormSpec,
+    normalise_rows: composite.Normalise | None,
 ) -> tuple[Tensor, Tensor]:
     compute = composite.compute_dtype(x.dtype, spec)
     values, gates = x.to(compute), gate.to(compute)
-    product = values * _activation(gates, spec)
     wide = composite.widest(x.device)
+    kept = replace(spec, accumulate="input")
+    if normalise_rows is not None:
+        # Part of a row cannot tell whether the rest is in range.
+        product = values.to(wide) * _activation(gates.to(wide), spec)
+        y, rstd = composite.rms_norm_with_rstd(
+            product, weight, None, eps, kept, 1, x.dtype, normalise_rows
+        )
+        return y, rstd.to(compute)
+    product = values * _activation(gates, spec)
     lost = None
     if wide != compute:
         lost = _out_of_range(product, eps, spec)
@@ -90,7 +109,6 @@ def _gate_then_norm(
     gates = torch.where(lost, gates, 1.0).to(wide)
     widened = torch.where(lost, values, 1.0).to(wide) * _activation(gates, spec)
     y, rstd = composite.rms_norm_with_rstd(product, weight, None, eps, spec, 1, x.dtype)
-    kept = replace(spec, accumulate="input")
     if not torch.compiler.is_compiling():  # a constant there, and rounded only where it is tiny
         eps = float(torch.tensor(eps, dtype=compute))
     wide_y, wide_rstd = composite.rms_norm_with_rstd(widened, weight, None, eps, kept, 1, x.dtype)
@@ -115,7 +133,12 @@ def _out_of_range(product: Tensor, eps: float, spec: NormSpec) -> Tensor:
 
 
 def _norm_then_gate(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: NormSpec
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    spec: NormSpec,
+    normalise_rows: composite.Normalise | None,
 ) -> tuple[Tensor, Tensor]:
     compute = composite.compute_dtype(x.dtype, spec)
     weight_dtype = None if weight is None else weight.dtype
@@ -131,7 +154,9 @@ def _norm_then_gate(
             meet = weight_dtype
         rounded = meet
     inner = spec if spec.output == output else replace(spec, output=output)
-    normed, rstd = composite.rms_norm_with_rstd(x, weight, None, eps, inner, 1, rounded)
+    normed, rstd = composite.rms_norm_with_rstd(
+        x, weight, None, eps, inner, 1, rounded, normalise_rows
+    )
     multiply = torch.promote_types(meet, compute)
     y = normed.to(multiply) * _activation(gate.to(compute), spec).to(multiply)
     return y.to(composite.output_dtype(x.dtype, weight_dtype, spec)).contiguous(), rstd
@@ -146,6 +171,7 @@ def gated_rms_norm_backward(
     spec: NormSpec,
     needs: tuple[bool, bool, bool],
     lead: int = 0,
+    linearise_rows: composite.Linearise | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of :func:`gated_rms_norm`, as expressions that can be differentiated again.
 
@@ -164,6 +190,7 @@ def gated_rms_norm_backward(
         needs: whether dx, dgate and dweight are wanted.
         lead: how many of the first dimensions have a dweight of their own; the weight then has
             those dimensions too.
+        linearise_rows: replaces :func:`rmsnorm.ops.composite.linearise`.
 
     Returns:
         dx, dgate and dweight, contiguous, in the shapes and dtypes of x, gate and weight; ``None``
@@ -188,7 +215,7 @@ def gated_rms_norm_backward(
     dy_row, values, gates = as_rows(dy), as_rows(x.to(compute)), as_rows(gate.to(compute))
     act = _activation(gates, spec)
     before = spec.gate_order == "before"
-    xhat, pull_back = composite.linearise(
+    xhat, pull_back = (linearise_rows or composite.linearise)(
         values * act if before else values, spec.width(d), eps, compute, spec
     )
     d_normed = dy_row if before else dy_row * act
@@ -205,8 +232,13 @@ def gated_rms_norm_backward(
         direct = dy_row * xhat * scale if d_row is None or not before else d_row * values
         dgate = _finished(direct * _slope(gates, spec), gate)
     if needs[2] and weight is not None:
-        rows = (d_normed * xhat).reshape(*batch[:lead], math.prod(batch[lead:]), d)
-        dweight = rows.sum(dim=lead).to(weight.dtype)
+        products = d_normed * xhat
+        if not torch.compiler.is_compiling() and transforms.is_distributed(products):
+            total = products.sum(tuple(range(len(batch)))).reshape(d)
+        else:
+            rows = products.reshape(*batch[:lead], math.prod(batch[lead:]), d)
+            total = rows.sum(dim=lead)
+        dweight = total.to(weight.dtype)
     return dx, dgate, dweight
 
 

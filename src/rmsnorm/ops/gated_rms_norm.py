@@ -94,7 +94,7 @@ def _fake_bwd(
     need_dgate: bool,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(dy, x, gate, weight, rstd, eps, NormSpec.decode(spec))
+    check_backward(dy, x, gate, weight, rstd, eps, NormSpec.decode(spec))
 
     def gradient(of: Tensor | None, needed: bool) -> Tensor:
         if of is None or not needed:
@@ -142,7 +142,7 @@ def _composite_bwd(
     # Rows out of range and rows that cancel need more than rstd holds: it is computed again.
     refuse_forward_mode("gated_rms_norm")
     decoded = NormSpec.decode(spec)
-    _check_backward(dy, x, gate, weight, rstd, eps, decoded)
+    check_backward(dy, x, gate, weight, rstd, eps, decoded)
     dx, dgate, dweight = gated_composite.gated_rms_norm_backward(
         dy, x, gate, weight, eps, decoded, (need_dx, need_dgate, need_dweight)
     )
@@ -293,7 +293,7 @@ def check(
     check_norm(x, weight, None, eps, spec, 1)
 
 
-def _check_backward(
+def check_backward(
     dy: Tensor,
     x: Tensor,
     gate: Tensor,

@@ -19,6 +19,7 @@ from rmsnorm.ops.composite import compute_dtype, output_dtype
 from rmsnorm.ops.library import bumps_version, distinct, first_of, or_nothing, to_front
 from rmsnorm.ops.library import library as _library
 from rmsnorm.ops.transforms import (
+    is_distributed,
     needs_composite,
     needs_gradient,
     refuse_forward_mode,
@@ -109,7 +110,7 @@ def _fake_bwd(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(dy, x, weight, rstd, dresidual, NormSpec.decode(spec), ndim)
+    check_backward(dy, x, weight, rstd, dresidual, NormSpec.decode(spec), ndim)
 
     def empty(wanted: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device) if wanted else x.new_empty(0)
@@ -180,7 +181,7 @@ def _composite_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_forward_mode("rms_norm")
     decoded = NormSpec.decode(spec)
-    _check_backward(dy, x, weight, rstd, dresidual, decoded, ndim)
+    check_backward(dy, x, weight, rstd, dresidual, decoded, ndim)
     needs = (need_dx, need_dweight, need_dbias)
     dx, dweight, dbias = composite.rms_norm_backward(
         dy, x, weight, eps, decoded, ndim, dresidual, needs
@@ -243,9 +244,14 @@ _apply: Callable[..., Any] = _RMSNorm.apply
 def kernels_differentiate(x: Tensor) -> bool:
     """Whether there are kernels for a gradient of a call on ``x``.
 
-    An exported program holds no ``autograd.Function``: it would lose the gradient.
+    An exported program holds no ``autograd.Function``: it would lose the gradient. Distributed
+    tensors always take it, since plain operations on them would communicate at every step.
     """
-    return has_kernels and x.is_cpu and not torch.compiler.is_exporting()
+    if torch.compiler.is_exporting():
+        return False
+    if has_kernels and x.is_cpu:
+        return True
+    return not torch.compiler.is_compiling() and is_distributed(x)
 
 
 def gradients(
@@ -451,7 +457,7 @@ def check_rstd(rstd: Tensor, x: Tensor, spec: NormSpec, ndim: int) -> None:
         raise RuntimeError(f"rstd is on {rstd.device} but x is on {x.device}")
 
 
-def _check_backward(
+def check_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,

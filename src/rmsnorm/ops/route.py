@@ -258,6 +258,10 @@ def operations() -> Any:
         from rmsnorm import ops
         from rmsnorm.ops import add_rms_norm, gated_rms_norm, rms_norm  # noqa: F401
 
+        if "torch.distributed.tensor" in sys.modules:
+            from rmsnorm.ops import sharding
+
+            sharding.register()
         _imported = ops
     return _imported
 

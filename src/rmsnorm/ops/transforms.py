@@ -6,11 +6,19 @@ here, one function each, and nowhere else.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
+from torch._C import (
+    _get_tracing_state,
+    _InferenceMode,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _set_grad_enabled,
+)
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
@@ -19,17 +27,20 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PLAIN = (Tensor, torch.nn.Parameter)
+
+_T = TypeVar("_T")
 
 
 def needs_composite(*tensors: Tensor | None) -> bool:
     """Whether neither a custom operation nor an ``autograd.Function`` over it can serve the call.
 
     That is forward mode, a ``torch.func`` transform, ``torch.jit.trace``, or a tensor subclass with
-    its own idea of an operation. One transform is served: ``vmap`` alone, with nothing to
-    differentiate, for which the operations have rules.
+    its own idea of an operation. Two of them the operations have rules for: ``vmap`` alone, with
+    nothing to differentiate, and distributed tensors.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -49,7 +60,7 @@ def needs_composite(*tensors: Tensor | None) -> bool:
         return not _in_vmap_only() or needs_gradient(*map(_innermost, tensors))
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
-            return not all(t is None or _is_plain_or_fake(t) for t in tensors)
+            return not all(t is None or _is_served(t) for t in tensors)
     return False
 
 
@@ -68,11 +79,25 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _is_plain_or_fake(tensor: Tensor) -> bool:
+def _is_served(tensor: Tensor) -> bool:
     # Fake tensors stand for plain ones; any other subclass is asked operation by operation.
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return type(tensor) in PLAIN or type(tensor) is FakeTensor
+    if type(tensor) in PLAIN or type(tensor) is FakeTensor:
+        return True
+    return is_distributed(tensor)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``; if so, the operations have rules for it from now on."""
+    # There can be none before its module is imported, which takes long.
+    home = sys.modules.get("torch.distributed.tensor")
+    if home is None or not isinstance(tensor, home.DTensor):
+        return False
+    from rmsnorm.ops import sharding
+
+    sharding.register()
+    return True
 
 
 def _in_vmap_only() -> bool:
@@ -161,4 +186,26 @@ def has_memory(x: Tensor) -> bool:
         and type(x) in PLAIN
         and not x.is_meta
         and not is_functorch_wrapped_tensor(x)
+    )
+
+
+def with_versions(function: Callable[..., _T], *args: Any) -> _T:
+    """``function(*args)`` without gradients, its new tensors counting how often they are changed.
+
+    Those of inference mode do not, and nothing would show that one was changed in place.
+    """
+    if not torch.is_inference_mode_enabled():
+        return function(*args)
+    with _InferenceMode(False):
+        _set_grad_enabled(False)  # the mode gives back what it found
+        return function(*args)
+
+
+def is_plain_call() -> bool:
+    """Whether a module is called for values and first derivatives, and no hooks see all calls."""
+    return (
+        _get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and peek_interpreter_stack() is None
+        and not _has_any_global_hook()
     )
