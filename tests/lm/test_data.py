@@ -29,6 +29,7 @@ from rmsnorm.lm.data import (
     read_documents,
     split,
 )
+from rmsnorm.lm.model import IGNORED
 from rmsnorm.lm.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = ["the", "and", "of", "to", "that", "in", "he", "shall", "unto", "for", "lord", "they"]
@@ -283,7 +284,7 @@ def test_packed_text_is_the_text(text_file: Path, tmp_path: Path) -> None:
     assert corpus.train.mask is None
     text = "".join(one.text or "" for one in held_out).encode()
     assert (tmp_path / "data/held_out.txt").read_bytes() == text
-    assert corpus.held_out.bytes == corpus.held_out_text_bytes == len(text)
+    assert corpus.held_out.bytes == len(text)
     assert corpus.train.bytes == text_file.stat().st_size - len(text)
     assert corpus.tokenizer.vocab_size == 300
     # The tokenizer has seen nothing of what is held out.
@@ -350,7 +351,7 @@ def test_chats_are_masked(tmp_path: Path) -> None:
         assert packed.bytes == len("".join(found))
         said += len(found)
         ids, labels = Batches(packed, 8, 4, seed=0).batch(3)
-        assert (labels[:, :-1] == ids[:, 1:])[labels[:, :-1] != data.IGNORED].all()
+        assert (labels[:, :-1] == ids[:, 1:])[labels[:, :-1] != IGNORED].all()
     assert said == 13
     assert len((tmp_path / "data/held_out.txt").read_text()) == corpus.held_out.bytes
 

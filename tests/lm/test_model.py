@@ -200,6 +200,20 @@ def test_gradient_checkpointing_has_equal_bits(fuse: bool) -> None:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+def test_gradient_checkpointing_leaves_keys_and_values_alone(fuse: bool) -> None:
+    model, tokens, found = small(fuse_residual=fuse).train(), ids(), []
+    for enabled in (False, True):
+        model.gradient_checkpointing = enabled
+        model.zero_grad()
+        past = model(tokens[:, :4], use_cache=True).past_key_values
+        output = model(tokens[:, 4:-1], labels=tokens[:, 5:], past_key_values=past, use_cache=True)
+        output.loss.backward()
+        assert output.past_key_values[0][0].shape[2] == tokens.shape[1] - 1
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
 def test_compiled(fuse: bool) -> None:
     model, tokens = small(fuse_residual=fuse, num_hidden_layers=2), ids()
     compiled = torch.compile(model, fullgraph=True)
@@ -316,6 +330,8 @@ def test_a_linear_head_of_its_own() -> None:
         ({"hidden_size": 2.5}, "hidden_size is 2.5; expected int"),
         ({"qk_norm": 1}, "qk_norm is 1; expected bool"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
         ({"num_key_value_heads": 3}, "divisor of num_attention_heads, 4"),
         ({"head_dim": 5}, "head_dim is 5; expected an even number"),
         ({"norm": "batch"}, "norm is 'batch'; expected one of rms, layer"),

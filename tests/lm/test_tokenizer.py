@@ -270,6 +270,16 @@ def test_truncation_and_padding_of_a_file_are_not_used(tmp_path: Path) -> None:
     assert loaded.encode_batch(["abc", "b"]) == OURS.encode_batch(["abc", "b"])
 
 
+def test_text_that_a_tokenizer_has_no_tokens_for() -> None:
+    words = {"<|endoftext|>": 0, "a": 1}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer = Tokenizer(backend, {}, "words")
+    assert tokenizer.encode("a") == [1]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(TokenizerError, match="words: the text has no tokens: WordLevel"):
+            encode("b")
+
+
 def test_fingerprint_has_the_end_of_text_in_it() -> None:
     backend = tokenizers.Tokenizer.from_str(OURS._backend.to_str())
     assert Tokenizer(backend, {"eos_token": "<|im_end|>"}).fingerprint != OURS.fingerprint
@@ -284,7 +294,10 @@ def test_fingerprint_has_the_end_of_text_in_it() -> None:
         ("tokenizer.json", b'{\n\n\xff"', "tokenizer.json:3: not UTF-8; expected JSON"),
         ("tokenizer.json", b"[1]", "tokenizer.json: a JSON list; expected an object"),
         ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer of the tokenizers library"),
+        ("tokenizer.json", b"[" * 100_000, "tokenizer.json: not JSON"),
         ("tokenizer_config.json", b"{,", "tokenizer_config.json:1: not JSON"),
+        ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', r"eos_token is '\ud800', which is"),
+        ("chat_template.jinja", b"{\n\xff", "chat_template.jinja:2: not UTF-8"),
         ("tokenizer_config.json", b'{"eos_token": "</s>"}', "eos_token is '</s>', which is not in"),
         ("tokenizer_config.json", b'{"pad_token": 3}', "pad_token is 3, which is not in"),
     ],

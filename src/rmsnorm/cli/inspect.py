@@ -7,8 +7,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rmsnorm.cli.common import one_error, progress
 from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
@@ -92,17 +91,12 @@ def inspect(
     a copy, and the copy's logits are compared with the model's: the command exits with 1 unless
     they are identical, bit for bit, in prefill and in decoding with a key-value cache.
     """
-    from rmsnorm.models.load import ModelError
-
     words = GENESIS if text is None else _read_text(text)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = []
     for dtype in dtypes:
-        try:
-            with _progress() as say:
-                inspection = _inspect(model, dtype, words, tokens, speed, threads, say)
-        except ModelError as error:
-            raise click.ClickException(str(error)) from None
+        with one_error(), progress() as say:
+            inspection = _inspect(model, dtype, words, tokens, speed, threads, say)
         found.append(inspection)
         if not as_json:
             _print(console, model, inspection, first=len(found) == 1)
@@ -158,17 +152,6 @@ def _inspect(
     if ids.shape[1] < 2:
         raise click.ClickException("the text has fewer than 2 tokens")
     return inspect_model(loaded, ids, seconds=10.0 if speed else 0.0, say=say)
-
-
-@contextmanager
-def _progress() -> Iterator[Say]:
-    """Shows what is being done, on a terminal; elsewhere nothing."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("") as status:
-        yield lambda words: status.update(words)
 
 
 def _environment() -> dict[str, Any]:

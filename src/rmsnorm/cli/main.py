@@ -16,7 +16,11 @@ import rmsnorm
 # name -> (the module that holds a click command of that name, one line of help)
 _COMMANDS = {
     "bench": ("rmsnorm.cli.bench", "Measure the speed of the kernels against PyTorch."),
+    "chat": ("rmsnorm.cli.generate", "Talk to a language model, line by line."),
+    "generate": ("rmsnorm.cli.generate", "Let a language model continue a text."),
     "inspect": ("rmsnorm.cli.inspect", "Find, replace, prove and time the norms of a model."),
+    "lm": ("rmsnorm.cli.lm", "Convert language models: export, import."),
+    "train": ("rmsnorm.cli.train", "Train a small language model on text."),
 }
 
 

@@ -26,7 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rmsnorm.lm.model import IGNORED
 from rmsnorm.lm.tokenizer import ROLES, Message, Tokenizer, train_tokenizer
+from rmsnorm.models.files import sha256
 from rmsnorm.progress import Say
 
 Tokens: TypeAlias = "np.memmap[Any, np.dtype[Any]]"
@@ -41,9 +43,6 @@ _PIECE_CHARACTERS = 2**20
 # More text makes a small vocabulary no better, and merging Chinese takes seconds a megabyte.
 _TOKENIZER_BYTES = 2**22
 _CUT = re.compile(r"(?<=\S)\n")
-
-IGNORED = -100
-"""The label of a token that is not to be learned, as in ``torch.nn.functional.cross_entropy``."""
 
 
 class DataError(ValueError):
@@ -92,6 +91,14 @@ def read_documents(path: str | Path) -> list[Document]:
 
     Raises:
         DataError: a file is missing, empty, binary or no UTF-8, or a line of JSON is not as above.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "two.jsonl")
+        ...     _ = file.write_text('{"text": "In the beginning"}\\n{"text": "God created"}\\n')
+        ...     [document.text for document in read_documents(folder)]
+        ['In the beginning', 'God created']
     """
     path = Path(path)
     if path.is_dir():
@@ -215,9 +222,11 @@ def _string(where: str, name: str, value: object, *, empty: bool) -> str:
 
 
 def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if value == []:
+        return "an empty list"
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
-    if value is None or value == []:
-        return "null" if value is None else "an empty list"
     return names.get(type(value), "a number")
 
 
@@ -238,6 +247,12 @@ def split(
 
     Raises:
         DataError: nothing can be held out: one line only, one chat only.
+
+    Example:
+        >>> documents = [Document(f"{n}.txt", f"text {n}") for n in range(20)]
+        >>> train, held_out = split(documents, 0.1)
+        >>> len(train), len(held_out)
+        (18, 2)
     """
     if not 0 < fraction <= 0.5:
         raise DataError(f"{fraction} to hold out; expected a part above 0 and at most 0.5")
@@ -328,11 +343,6 @@ class Corpus:
     held_out: Packed
     fingerprint: str
 
-    @property
-    def held_out_text_bytes(self) -> int:
-        """The bytes of ``held_out.txt``: what the held-out tokens to be learned spell."""
-        return self.held_out.bytes
-
     @functools.cached_property
     def xz_bits_per_byte(self) -> float:
         """What ``xz -9e`` needs for ``held_out.txt``."""
@@ -395,6 +405,9 @@ def prepare(
         seq_len: the tokens of a window; the part to train on must have one more.
         say: called with a few words whenever a longer step begins.
 
+    Returns:
+        The corpus in ``folder``; :class:`Batches` cuts it, with an example.
+
     Raises:
         DataError: the data cannot be read or split, or is too short.
         TokenizerError: ``vocab_size`` is too small, or the tokenizer has no chats.
@@ -405,7 +418,7 @@ def prepare(
     documents = read_documents(path)
     train, held = split(documents, held_out)
     source = {
-        "documents": _sha256(document.digest for document in documents),
+        "documents": _digest(document.digest for document in documents),
         "fraction": held_out,
     }
     corpus = _reused(folder, source, tokenizer, vocab_size)
@@ -462,7 +475,7 @@ def _make(
         "dtype": dtype,
         "files": {},
     }
-    manifest["fingerprint"] = _sha256(
+    manifest["fingerprint"] = _digest(
         [source["documents"], repr(source["fraction"]), tokenizer.fingerprint]
     )
     for side, documents in (("train", train), ("held_out", held)):
@@ -540,7 +553,7 @@ def _sample(documents: Sequence[Document]) -> Iterator[str]:
             yield from _pieces(text)
 
 
-def _sha256(parts: Iterable[str]) -> str:
+def _digest(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\n")
@@ -584,11 +597,7 @@ class _Writer:
 
 
 def _check(file: Path, checksum: str) -> None:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_BATCH_BYTES):
-            digest.update(block)
-    if digest.hexdigest() != checksum:
+    if sha256(file) != checksum:
         raise DataError(f"{file}: changed since it was written; remove the folder to make it again")
 
 

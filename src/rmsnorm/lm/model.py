@@ -26,7 +26,7 @@ from rmsnorm.modules import RMSNorm
 
 KeysAndValues = tuple[Tensor, Tensor]
 IGNORED = -100
-"""The label of a position that predicts nothing."""
+"""The label of a position that predicts nothing, as in ``F.cross_entropy``."""
 
 
 class Output(NamedTuple):
@@ -49,6 +49,9 @@ class KVCache:
         max_length: the most positions that can be kept.
         device: of the tensors.
         dtype: of the keys and values.
+
+    Raises:
+        ValueError: ``batch_size`` or ``max_length`` is below 1.
 
     Example:
         >>> from rmsnorm.lm.config import preset
@@ -175,7 +178,9 @@ class MindModel(nn.Module):
         return x
 
     def _run(self, layer: nn.Module, *arguments: Any) -> Any:
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        # Computed twice, a block would add its keys and values twice to the cache, the last one.
+        once = arguments[-1] is not None or not (self.training and torch.is_grad_enabled())
+        if self.gradient_checkpointing and not once:
             return checkpoint(layer, *arguments, use_reentrant=False)
         return layer(*arguments)
 
@@ -208,8 +213,7 @@ class MindForCausalLM(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.model = MindModel(config, **where)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **where)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.tie_weights()
         self.reset_parameters()
 
     @property
@@ -220,6 +224,14 @@ class MindForCausalLM(nn.Module):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enabled: bool) -> None:
         self.model.gradient_checkpointing = enabled
+
+    def tie_weights(self) -> None:
+        """Make the output layer the embedding, if the configuration says so.
+
+        ``to_empty`` gives each of them memory of its own, so it is to be followed by this.
+        """
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialise every parameter.
@@ -280,13 +292,13 @@ class MindForCausalLM(nn.Module):
         self._check(input_ids, labels, attention_mask, cache, past_key_values)
         batch, sequence = input_ids.shape
         layers = len(self.model.layers)
-        past, grown = 0, [_Grown(None) for _ in range(layers)]
+        past = _past_length(cache, past_key_values)
+        grown = [_Grown(None) for _ in range(layers)]
         caches: Sequence[LayerCache | None] = grown
         if cache is not None:
             cache.check(batch, sequence)
-            past, caches = cache.length, [cache.layer(index) for index in range(layers)]
+            caches = [cache.layer(index) for index in range(layers)]
         elif past_key_values is not None:
-            past = past_key_values[0][0].shape[2]
             grown = [_Grown(pair) for pair in past_key_values]
             caches = grown
         elif not use_cache:
@@ -337,15 +349,19 @@ class MindForCausalLM(nn.Module):
                 f"past_key_values has {len(past_key_values)} layers; the model has {layers}"
             )
         if attention_mask is not None:
-            past = cache.length if cache is not None else 0
-            if past_key_values is not None:
-                past = past_key_values[0][0].shape[2]
+            past = _past_length(cache, past_key_values)
             expected = (input_ids.shape[0], past + input_ids.shape[1])
             if tuple(attention_mask.shape) != expected:
                 raise ValueError(
                     f"attention_mask has shape {tuple(attention_mask.shape)}; expected {expected}, "
                     "which is (batch, past + sequence)"
                 )
+
+
+def _past_length(cache: KVCache | None, past_key_values: Sequence[KeysAndValues] | None) -> int:
+    if cache is not None:
+        return cache.length
+    return 0 if past_key_values is None else past_key_values[0][0].shape[2]
 
 
 def _positions(

@@ -28,6 +28,8 @@ GONE = 0.75
 """The part of eager's time that must be gone."""
 LOSS_STEPS = 200
 LOSS_DIFFERENCE = 1e-3
+# So many that a short training meets each of them often.
+_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,7 @@ def make_model(name: str, variant: str, seed: int = 0) -> MindForCausalLM:
                     eager = nn.RMSNorm(module.normalized_shape, module.eps, device="meta")
                     setattr(parent, child, eager)
     model.to_empty(device="cpu")
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    model.tie_weights()
     model.reset_parameters(torch.Generator().manual_seed(seed))
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
@@ -150,16 +151,17 @@ def make_model(name: str, variant: str, seed: int = 0) -> MindForCausalLM:
 def make_tokens(vocab_size: int, count: int, sequence: int, seed: int = 0) -> Tensor:
     """(count, sequence + 1) tokens that a model can learn something about.
 
-    Half of them follow from the one before; the other half are drawn, the small ones more often.
+    Half of them follow from the one before, in the same way for every ``seed``; the other half are
+    drawn, the small ones more often.
     """
+    used = min(vocab_size, _TOKENS)
+    follows = torch.randperm(used, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(seed)
-    follows = torch.randperm(vocab_size, generator=random)
-    drawn = torch.rand(count, sequence + 1, generator=random).pow(3).mul(vocab_size).long()
+    tokens = torch.rand(count, sequence + 1, generator=random).pow(3).mul(used).long()
     chosen = torch.rand(count, sequence + 1, generator=random) < 0.5
-    tokens = drawn.clone()
     for position in range(1, sequence + 1):
         learned = follows[tokens[:, position - 1]]
-        tokens[:, position] = torch.where(chosen[:, position], learned, drawn[:, position])
+        tokens[:, position] = torch.where(chosen[:, position], learned, tokens[:, position])
     return tokens
 
 

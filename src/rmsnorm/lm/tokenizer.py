@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -89,7 +90,10 @@ class Tokenizer:
         token = self._config.get(key) or default
         if isinstance(token, Mapping):  # as transformers 4 writes it
             token = token.get("content")
-        found = self._backend.token_to_id(token) if isinstance(token, str) else None
+        found = None
+        if isinstance(token, str):
+            with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair
+                found = self._backend.token_to_id(token)
         if found is None:
             raise TokenizerError(
                 f"{self._source}: {key} is {token!r}, which is not in the vocabulary; expected "
@@ -112,12 +116,21 @@ class Tokenizer:
             add_special_tokens: whether to add what the tokenizer itself puts around a text, such
                 as the ``<s>`` of LLaMA; ours, SmolLM2's and Qwen's put nothing.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with self._encoding():
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, as :meth:`encode` gives them, on every core."""
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._encoding():
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
+
+    @contextlib.contextmanager
+    def _encoding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the library raises no narrower class
+            raise TokenizerError(f"{self._source}: the text has no tokens: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, without the special tokens.
@@ -256,7 +269,7 @@ class Tokenizer:
         if (beside := file.with_name("tokenizer_config.json")).is_file():
             config = _read_json(beside)[1]
         if (template := file.with_name("chat_template.jinja")).is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
+            config["chat_template"] = _read_text(template, "a template")
         return cls(backend, config, str(path))
 
 
@@ -363,14 +376,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, config)
 
 
+def _read_text(file: Path, expected: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise TokenizerError(f"{file}:{line}: not UTF-8; expected {expected}") from None
+
+
 def _read_json(file: Path) -> tuple[str, dict[str, Any]]:
     """The text of a file and the JSON object that it is."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _read_text(file, "JSON")
         value = json.loads(text)
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise TokenizerError(f"{file}:{line}: not UTF-8; expected JSON") from None
+    except RecursionError:
+        raise TokenizerError(f"{file}: not JSON: lists too deep") from None
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
     if not isinstance(value, dict):

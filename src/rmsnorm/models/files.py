@@ -1,4 +1,4 @@
-"""Checks of model files before anything is loaded from them.
+"""Finds the files of a model, and checks them before anything is loaded from them.
 
 A file that was cut short by a broken download still opens: its header is intact and the loader
 fails late, or not at all. Here the header's own account of the tensors is compared with the size of
@@ -8,15 +8,74 @@ https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import struct
 from pathlib import Path
 from typing import Any
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth")
+"""How the names of files end that can run code when they are opened."""
+
 
 class ModelError(ValueError):
     """A model that cannot be loaded; the message says which, and why."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model that transformers saved, in one piece or in several.
+
+    Raises:
+        ModelError: there are none, or not all that the index names, or the index is damaged.
+        OSError: the folder or the index cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [folder / name for name in sorted(names)]
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise ModelError(f"{index} is not an index of safetensors files") from None
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise ModelError(f"{folder} lacks weight files that its index names: {some(absent)}")
+    else:
+        files = [file for file in (folder / WEIGHTS,) if file.is_file()]
+    if not files:
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
+        if pickled:
+            raise ModelError(
+                f"{folder} has only pickled weights ({some(pickled)}), which can run code when "
+                f"they are opened; expected {WEIGHTS}"
+            )
+        raise ModelError(f"{folder} is not a model folder: it has no {WEIGHTS}")
+    return files
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def some(names: list[str], most: int = 4) -> str:
+    """The first names of a list that may be too long for a message.
+
+    Example:
+        >>> some(["q", "k", "v", "o"], most=2)
+        'q, k and 2 more'
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import io
@@ -24,7 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm.models.files import ModelError, check_gguf, check_safetensors
+from rmsnorm.models.files import (
+    ModelError,
+    check_gguf,
+    check_safetensors,
+    sha256,
+    some,
+    weight_files,
+)
 from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
@@ -184,7 +190,7 @@ def _load_folder(folder: Path, dtype_name: str, say: Say) -> tuple[Any, Any]:
         )
         missing = sorted(loaded["missing_keys"])
         if missing:
-            raise ModelError(f"{folder} lacks weights of its model: " + _some(missing))
+            raise ModelError(f"{folder} lacks weights of its model: " + some(missing))
         tokenizer = None
         if any((folder / file).is_file() for file in _TOKENIZER_FILES):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -223,7 +229,7 @@ def _check_weights(folder: Path, config: Any, stored: dict[str, tuple[int, ...]]
             missing.append(name)
         elif packed == 1 and found != shape:
             missing.append(f"{name} of shape {shape} (its shape there is {found})")
-    raise ModelError(f"{folder} lacks weights of its model: " + _some(missing))
+    raise ModelError(f"{folder} lacks weights of its model: " + some(missing))
 
 
 def _check_folder(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -237,30 +243,8 @@ def _check_folder(folder: Path) -> dict[str, tuple[int, ...]]:
         valid = False
     if not valid:
         raise ModelError(f"{config} is not valid JSON")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-            files = [folder / shard for shard in shards]
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            raise ModelError(f"{index} is not an index of safetensors files") from None
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise ModelError(f"{folder} lacks weight files that its index names: " + _some(absent))
-    else:
-        files = [file for file in (folder / "model.safetensors",) if file.is_file()]
-    if not files:
-        pickled = sorted(file.name for file in folder.glob("*.bin"))
-        if pickled:
-            raise ModelError(
-                f"{folder} has only pickled weights ({_some(pickled)}), which can run code when "
-                "they are opened; expected model.safetensors"
-            )
-        raise ModelError(f"{folder} is not a model folder: it has no model.safetensors")
     stored: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in weight_files(folder):
         stored.update(check_safetensors(file))
     return stored
 
@@ -295,11 +279,7 @@ def _gguf_folder(path: Path, say: Say) -> Path:
         raise ModelError("reading a GGUF file needs gguf, which is not installed: pip install gguf")
     say(f"checking {path.name}")
     check_gguf(path)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    folder = _converted_folder(path.stem, digest.hexdigest())
+    folder = _converted_folder(path.stem, sha256(path))
     if not folder.is_dir():
         _convert(path, folder, say)
     return folder
@@ -401,8 +381,3 @@ def _one_error(path: Path) -> Iterator[None]:
         # On one line but whole: what to do about it is often said last.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"{path} cannot be loaded: {reason}") from error
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
