@@ -247,6 +247,13 @@ class GatedOptionally(WeightThenCast):
         return super().forward(x if gate is None else x * F.silu(gate))
 
 
+class AddsOptionally(WeightThenCast):
+    """Adds a second input first."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(x if residual is None else x + residual)
+
+
 class Detached(WeightThenCast):
     """The right values with another gradient."""
 

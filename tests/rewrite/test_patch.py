@@ -603,11 +603,11 @@ def test_peft_wrappers() -> None:
     assert torch.equal(wrapped(IDS), before)
 
 
-def test_a_gate_given_to_a_norm_takes_the_own_code() -> None:
-    norm = norms.GatedOptionally(D)
+def test_a_second_input_that_is_no_gate_is_left() -> None:
+    norm = norms.AddsOptionally(D)
     report = patch(norm)
     assert not report.swapped
-    assert "gated" in report.left[0].reason
+    assert report.left[0].reason == "its output depends on a second input"
 
 
 def test_rmsnorm_modules_of_this_package_are_left_as_they_are() -> None:

@@ -11,6 +11,10 @@ random tensors and in training mode, is asked in float32:
 6. Perturbed tensors and a second argument show whether anything else matters.
 7. A row given again, in training and in evaluation, shows whether the output is its alone.
 
+A module whose output depends on a second input is asked with one that is the same everywhere, a
+number that an activation turns into 1; then with random ones, which show whether it is a gate, with
+which activation, and on which side of the norm.
+
 What is left, the places where the convention rounds, shows only beside half types and is decided by
 :mod:`rmsnorm.rewrite.prove`.
 """
@@ -21,7 +25,7 @@ import contextlib
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,8 +40,8 @@ from rmsnorm.rewrite.probe import (
     probing,
     same_state,
 )
-from rmsnorm.rewrite.prove import convention, own_pair, prove_gradients
-from rmsnorm.spec import EpsIn, NormSpec, Reduce
+from rmsnorm.rewrite.prove import by_composite, convention, own_pair, prove_gradients
+from rmsnorm.spec import EpsIn, Gate, GateOrder, NormSpec, Reduce
 
 # float32 evaluates these probes to a few 2**-24; the nearest wrong answer is further than this.
 _EXACT = 2e-5
@@ -47,6 +51,10 @@ _LARGE = 2.0**10
 # Of the rows that show eps: 2**-50 squared is below any eps in use, and still a normal float32.
 _SMALLEST_EXPONENT = 50
 _MACHINE_EPS = 2.0**-23
+# Gates, and what each turns into 1: silu(1.278...), and the sigmoid of a number so large that
+# silu of it is something else.
+_GATES: tuple[tuple[Gate, float], ...] = (("silu", 1.2784645427610738), ("sigmoid", 32.0))
+_ORDERS: tuple[GateOrder, ...] = ("before", "after")
 # Widths to try on a module that has no tensor and no attribute to tell its width.
 _USUAL_WIDTHS = (64, 128, 96, 256, 512, 768, 1024)
 
@@ -62,10 +70,11 @@ def identify(module: nn.Module) -> NormSpec | None:
 
     Returns:
         The :class:`~rmsnorm.spec.NormSpec` that explains every probe, with the eps the module uses
-        now, or ``None``: LayerNorm and other norms of the variance, norms over another axis, gated
-        norms, norms with dropout, norms that differentiate another formula (a detached root mean
-        square), and everything else. For proof bit for bit, and for the reason why a module is
-        left, see :func:`rmsnorm.patch`.
+        now, with a gate if its second input is one; or ``None``: LayerNorm and other norms of the
+        variance, norms over another axis, norms whose weight comes before the mean square, norms
+        with dropout, norms that differentiate another formula (a detached root mean square), and
+        everything else. For proof bit for bit, and for the reason why a module is left, see
+        :func:`rmsnorm.patch`.
 
     Raises:
         TypeError: ``module`` is not a module.
@@ -81,6 +90,8 @@ def identify(module: nn.Module) -> NormSpec | None:
     try:
         with probing(module) as probe:
             found = examine(probe)
+            if found.inside is not None:  # no spec says so
+                return None
             prove_gradients(probe, found, own_pair(found, torch.float32))
             return found.spec
     except NotProvenError:
@@ -95,22 +106,101 @@ def examine(probe: Probe) -> Hypothesis:
     Raises:
         NotProvenError: the module is no RMSNorm, with the reason.
     """
+    training = probe.module.training
+    found = _without_rounding(probe)
+    probe.module.train(training)
+    found = replace(found, spec=convention(probe, found))
+    probe.put(probe.tensors)
+    return found
+
+
+def _without_rounding(probe: Probe) -> Hypothesis:
+    """What one input explains; where that explains nothing, two."""
+    arguments, alone = probe.arguments, None
+    if not arguments.needs_second:
+        try:
+            return _asked(probe)
+        except NotProvenError as error:
+            if arguments.second is None:
+                raise
+            alone = error
+    try:
+        return _asked_with_gate(probe)
+    except NotProvenError as error:
+        if alone is not None and not error.is_norm:
+            raise alone from None
+        raise
+
+
+def _asked_with_gate(probe: Probe) -> Hypothesis:
+    """The hypothesis for a module with a gate.
+
+    Raises:
+        NotProvenError: there is none.
+    """
+    reason = NotProvenError(f"its forward needs {probe.arguments.second} too")
+    for gate, open_gate in _GATES:
+        probe.gate = open_gate
+        try:
+            found = _asked(probe)
+        except NotProvenError:
+            continue
+        finally:
+            probe.gate = None
+        reason = NotProvenError(
+            "its output depends on a second input that is no silu or sigmoid gate", is_norm=True
+        )
+        if found.bias is not None or found.inside is not None or len(found.shape) != 1:
+            continue
+        for order in _ORDERS:
+            spec = replace(found.spec, gate=gate, gate_order=order)
+            if _explains(probe, replace(found, spec=spec)):
+                return replace(found, spec=spec)
+    raise reason
+
+
+def _explains(probe: Probe, found: Hypothesis) -> bool:
+    """Whether rows and gates that are random give what the formula gives, in float32."""
+    generator = torch.Generator().manual_seed(SEED)
+    lead = (4, 5)
+    x = (torch.randn((*lead, *found.shape), generator=generator) * 8.0).to(probe.device)
+    gate = (torch.randn(x.shape, generator=generator) * 2.0).to(probe.device)
+    tensors = {
+        slot.name: (0.5 + torch.rand(slot.shape, generator=generator)).to(probe.device)
+        for slot in probe.slots
+    }
+    probe.put(tensors)
+    given = x.clone(), gate.clone()
+    try:
+        y = probe.in_any_rank(x, found.shape, gate).to(torch.float64)
+    except NotProvenError:
+        return False
+    if not (torch.equal(x, given[0]) and torch.equal(gate, given[1])):
+        raise NotProvenError("it writes into its input", is_norm=True)
+    weight = None if found.weight is None else tensors[found.weight.name].reshape(found.shape)
+    right = by_composite((x, gate), weight, None, found.spec, 1).to(torch.float64)
+    largest = right.abs().amax(dim=-1, keepdim=True)
+    return bool(((y - right).abs() <= _CLEAR * largest).all())
+
+
+def _asked(probe: Probe) -> Hypothesis:
+    """The hypothesis for one input, or for two of which the second is ``probe.gate``."""
     state = probe.state(tensors=False)
     training = probe.module.training
     # Dropout and running statistics show in training mode.
     probe.module.train(True)
-    found = _hypothesis(probe)
-    full_state = probe.state(tensors=True)
-    _check_modes(probe, found)
-    if not same_state(probe.state(tensors=True), full_state):
-        raise NotProvenError("it keeps state between calls", is_norm=True)
-    reads = probe.reads(found.shape)
-    probe.module.train(training)
+    try:
+        found = _hypothesis(probe)
+        full_state = probe.state(tensors=True)
+        _check_modes(probe, found)
+        if not same_state(probe.state(tensors=True), full_state):
+            raise NotProvenError("it keeps state between calls", is_norm=True)
+        reads = probe.reads(found.shape)
+    finally:
+        probe.module.train(training)
     if not same_state(probe.state(tensors=False), state):
         raise NotProvenError("it keeps state between calls", is_norm=True)
-    found = replace(found, spec=convention(probe, found), reads=reads)
-    probe.put(probe.tensors)
-    return found
+    return replace(found, reads=reads)
 
 
 def _hypothesis(probe: Probe) -> Hypothesis:
@@ -197,8 +287,15 @@ class _RowProbe:
 def _explain(asked: _RowProbe, tensors: dict[str, Tensor]) -> Hypothesis:
     """Steps 2 to 6 of the module docstring, each with what those before it found."""
     factor, shift = _factor_and_shift(asked)
-    weight, offset, reduce = _match_factor(asked, tensors, factor)
-    bias = _match_shift(asked, tensors, shift, factor, weight)
+    inside = _match_inside(asked, tensors, factor)
+    held = tensors
+    if inside is not None:  # from here on it is all ones
+        name = inside.slot.name
+        asked.probe.put({name: torch.full_like(tensors[name], 1.0 - inside.offset)})
+        held = {other: tensor for other, tensor in tensors.items() if other != name}
+        factor, shift = _factor_and_shift(asked)
+    weight, offset, reduce = _match_factor(asked, held, factor)
+    bias = _match_shift(asked, held, shift, factor, weight)
     if bias is not None:  # from here on a row is scaled, and nothing else
         asked.probe.put({bias.name: torch.zeros_like(tensors[bias.name])})
     scale = factor * _divisor_of_ones(reduce, asked.d)
@@ -207,12 +304,41 @@ def _explain(asked: _RowProbe, tensors: dict[str, Tensor]) -> Hypothesis:
     width = spec.width(asked.d)
     eps_in, eps = _find_eps(asked, scale, width, reduce)
     eps_path, exact_eps = _eps_attribute(asked, scale, width, reduce, eps_in, eps)
-    _check_ignored(asked, tensors, {weight, bias})
+    _check_ignored(asked, held, {weight, bias, None if inside is None else inside.slot})
     asked.probe.put(tensors)
     _refuse_second_input(asked)
-    return Hypothesis(
+    found = Hypothesis(
         replace(spec, eps=exact_eps, eps_in=eps_in), asked.shape, weight, bias, eps_path
     )
+    if inside is not None:
+        if found.slots:
+            raise NotProvenError("it has a weight before its mean square and one after it")
+        found = replace(found, inside=inside.slot, inside_offset=inside.offset)
+    return found
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """A weight that multiplies the row before its mean square is taken."""
+
+    slot: Slot
+    offset: float
+
+
+def _match_inside(asked: _RowProbe, tensors: dict[str, Tensor], factor: Tensor) -> _Inside | None:
+    """The weight that is divided by its own root mean square in the factor."""
+    if asked.d == 1:
+        return None
+    for slot in asked.probe.slots:
+        tensor = tensors[slot.name].to("cpu", torch.float64).reshape(-1)
+        if tensor.shape != factor.shape:
+            continue
+        for offset in (0.0, 1.0):
+            row = tensor + offset
+            right = row / row.pow(2).mean().sqrt()
+            if (right - factor).abs().max() < _CLEAR * right.abs().max():
+                return _Inside(slot, offset)
+    return None
 
 
 def _factor_and_shift(asked: _RowProbe) -> tuple[Tensor, Tensor]:
@@ -237,6 +363,8 @@ def _match(
 ) -> Slot | None:
     """The slot whose tensor, plus the offset, is ``row`` (d,)."""
     for slot in probe.slots:
+        if slot.name not in tensors:
+            continue
         tensor = tensors[slot.name].to("cpu", torch.float64).reshape(-1)
         if tensor.shape != row.shape:
             continue
@@ -508,7 +636,7 @@ def _check_ignored(asked: _RowProbe, tensors: dict[str, Tensor], used: set[Slot 
 
 def _refuse_second_input(asked: _RowProbe) -> None:
     """A gate, or a residual, given by position."""
-    if not asked.probe.has_more_arguments:
+    if asked.probe.arguments.second is None or asked.probe.gate is not None:
         return
     x = torch.randn(2, 3, asked.d, generator=asked.generator).to(asked.probe.device)
     x = x.reshape(2, 3, *asked.shape)
@@ -518,9 +646,7 @@ def _refuse_second_input(asked: _RowProbe) -> None:
     except NotProvenError:
         return
     if not torch.equal(alone, together):
-        raise NotProvenError(
-            "it is a gated norm: its output depends on a second input", is_norm=True
-        )
+        raise NotProvenError("its output depends on a second input", is_norm=True)
 
 
 def _check_modes(probe: Probe, found: Hypothesis) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.ops.route import rms_norm
+from rmsnorm.ops.route import gated_rms_norm, rms_norm
 from rmsnorm.progress import Say
 from rmsnorm.rewrite.patch import patch
 from rmsnorm.rewrite.probe import dtype_name
-from rmsnorm.rewrite.report import Entry, name_pattern, spec_name
+from rmsnorm.rewrite.report import Entry, name_pattern
 from rmsnorm.spec import NormSpec, Rounding
 
 # Of a model without a tokenizer: as many as a short text has.
@@ -218,6 +218,8 @@ def _wrong(model: nn.Module, entries: Sequence[Entry]) -> nn.Module:
         module = twin.get_submodule(entry.name)
         spec = entry.spec
         assert spec is not None  # it was swapped
+        if entry.weight_inside:
+            continue  # its product is rounded on one side only
         other: Rounding = "before_weight" if spec.rounding == "after_weight" else "after_weight"
         module.register_forward_hook(
             functools.partial(
@@ -252,8 +254,12 @@ def _recompute(
     spec: NormSpec,
 ) -> Tensor:
     """A forward hook: the norm of the module's input under ``spec``, in the dtype of its output."""
-    x = args[0] if args else next(iter(kwargs.values()))
-    return rms_norm(x, weight, eps, spec=spec, bias=bias).to(output.dtype)
+    x, *gate = (*args, *kwargs.values())
+    if spec.gate is None:
+        return rms_norm(x, weight, eps, spec=spec, bias=bias).to(output.dtype)
+    if not gate:
+        return output
+    return gated_rms_norm(x, gate[0], weight, eps, spec=spec).to(output.dtype)
 
 
 def _time(
@@ -278,7 +284,9 @@ def _time(
         modules = [model.get_submodule(name) for name in names]
         given = inputs[stage]
         pairs = [(module, given[name]) for module, name in zip(modules, names, strict=True)]
-        return lambda: [module(x) for module, xs in pairs for x in xs]
+        return lambda: [
+            module(*args, **kwargs) for module, calls in pairs for args, kwargs in calls
+        ]
 
     def forward(model: nn.Module, stage: str) -> Callable[[], object]:
         if stage == "prefill":
@@ -310,12 +318,12 @@ def _time(
 
 def _inputs(
     model: nn.Module, names: Sequence[str], run: Callable[[], object]
-) -> dict[str, list[Tensor]]:
+) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
     """What each named module is given while ``run`` runs ``model``."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    seen: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {name: [] for name in names}
 
     def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[name].append((args[0] if args else next(iter(kwargs.values()))).detach())
+        seen[name].append((args, kwargs))
 
     handles = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -337,7 +345,7 @@ def _group(entries: Sequence[Entry]) -> tuple[NormGroup, ...]:
         group = NormGroup(
             pattern=name_pattern(entry.name),
             cls=entry.cls,
-            convention="" if entry.spec is None else spec_name(entry.spec),
+            convention=entry.convention,
             eps=entry.eps,
             shape=tuple(entry.shape or ()),
             count=0,

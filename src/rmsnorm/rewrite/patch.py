@@ -3,8 +3,8 @@
 Each module is examined (:mod:`rmsnorm.rewrite.identify`), compared bit for bit with what was found
 (:mod:`rmsnorm.rewrite.prove`), and given a class that computes the plan that comes of it
 (:mod:`rmsnorm.rewrite.swap`). Weight, bias and eps are read at each call. Whatever was not proven
-takes the original forward: another dtype or device, autocast, a second argument, a weight of
-another shape.
+takes the original forward: another dtype or device, autocast, a second argument that is no gate, a
+weight of another shape.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops.rms_norm import has_kernels
+from rmsnorm.rewrite import residual
 from rmsnorm.rewrite.identify import examine
 from rmsnorm.rewrite.plan import Plan, guards_of
 from rmsnorm.rewrite.probe import (
@@ -33,14 +34,15 @@ from rmsnorm.rewrite.probe import (
     probing,
 )
 from rmsnorm.rewrite.prove import (
-    Pair,
+    Dtypes,
     common_pairs,
+    explanation,
     own_pair,
     prove,
     prove_gradients,
     prove_own_weight,
 )
-from rmsnorm.rewrite.report import Entry, PatchReport
+from rmsnorm.rewrite.report import Block, Entry, PatchReport
 from rmsnorm.rewrite.swap import Swapped, plan_of, restore, swap
 
 Choice = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -53,13 +55,16 @@ def patch(
     dtypes: Iterable[torch.dtype] | torch.dtype | None = None,
     include: Choice | None = None,
     exclude: Choice | None = None,
+    fuse_residual: bool = False,
 ) -> PatchReport:
     """Let this package compute every norm of ``model`` that it can prove, in place.
 
     Each norm is probed through a copy (see :func:`rmsnorm.identify`) and compared with its own
     output. It is swapped if they agree bit for bit; or, unless ``exact``, if they agree within 4
     units in the last place (float32, float64) or in 99.9 % of the elements (half types), as a
-    module does that divides by ``torch.sqrt``, which is not correctly rounded everywhere.
+    module does that divides by ``torch.sqrt``, which is not correctly rounded everywhere. Gated
+    norms never agree bit for bit, since torch's own silu and sigmoid are off by up to two units:
+    they are swapped within 16 units in float32.
 
     Where a gradient is needed, this package computes forward and backward, on the CPU, if the
     module's own gradients were compared too and agree to the precision of their dtype; else the
@@ -75,14 +80,18 @@ def patch(
         exact: swap only what agrees bit for bit.
         dtypes: a norm is swapped if it is proven for rows and weight of each of these; by default
             of the dtype that it has. Beside these, every pair of float32, bfloat16 and float16
-            that agrees bit for bit is computed here too, so a model may be moved between them.
-            Any other pair takes the module's own code.
+            that agrees bit for bit (with a gate, every three of row, weight and gate that agree as
+            stated) is computed here too, so a model may be moved between them. Any other pair takes
+            the module's own code.
         include: only these modules: shell-style patterns of names (``"model.layers.*"``), or a
             function of name and module.
         exclude: not these modules; the same forms.
+        fuse_residual: compute each addition to the residual stream and the norm that follows it as
+            one operation (:func:`rmsnorm.add_rms_norm`), with the same bits, in every block that
+            does nothing with its stream but normalise it and add to it.
 
     Returns:
-        A report with one entry for each norm.
+        A report with one entry for each norm, and with ``fuse_residual`` one for each block.
 
     Raises:
         TypeError: ``model`` is not a module, or ``dtypes`` holds something that is not a
@@ -106,17 +115,21 @@ def patch(
     floating = (p for p in model.parameters() if p.is_floating_point())
     like: Tensor = next(floating, torch.empty(0, device="cpu"))
     patcher = _Patcher(exact, wanted, like.dtype, like.device)
+    residual.part(model)
     entries = []
     for name, module in list(model.named_modules()):
         if included(name, module) and not excluded(name, module):
             entry = patcher.entry(name, module)
             if entry is not None:
                 entries.append(entry)
-    return PatchReport(tuple(entries))
+    blocks: tuple[Block, ...] = ()
+    if fuse_residual:
+        blocks = residual.join(model, lambda name, m: included(name, m) and not excluded(name, m))
+    return PatchReport(tuple(entries), blocks)
 
 
 def unpatch(model: nn.Module) -> int:
-    """Give every norm of ``model`` its own class and forward back.
+    """Give every norm and every block of ``model`` its own class and forward back.
 
     Returns:
         How many norms had been swapped.
@@ -129,6 +142,7 @@ def unpatch(model: nn.Module) -> int:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch() was given a {type(model).__name__}; expected a torch module")
+    residual.part(model)
     return sum(restore(module) for module in list(model.modules()))
 
 
@@ -138,7 +152,7 @@ class _Proof:
 
     Args:
         found: what it computes.
-        pairs: the pairs of dtypes in which it does.
+        pairs: the dtypes of row and weight (and gate) in which it does.
         training: those in which it differentiates the same.
         own_gradients: why it does not in all that are required; empty if it does.
         bit_identical: whether all bits agreed.
@@ -146,8 +160,8 @@ class _Proof:
     """
 
     found: Hypothesis
-    pairs: frozenset[Pair]
-    training: frozenset[Pair]
+    pairs: frozenset[Dtypes]
+    training: frozenset[Dtypes]
     own_gradients: str
     bit_identical: bool
     fixed_width: bool
@@ -216,6 +230,7 @@ class _Patcher:
             training=all(own_pair(found, dtype) in plan.training for dtype in required),
             weight=None if plan.weight is None else plan.weight.name,
             bias=None if plan.bias is None else plan.bias.name,
+            weight_inside=plan.inside is not None,
         )
 
     def _dtype_of(self, module: nn.Module) -> torch.dtype:
@@ -246,7 +261,7 @@ class _Patcher:
 
     def _make_proof(self, probe: Probe, required: tuple[torch.dtype, ...]) -> _Proof:
         found = examine(probe)
-        pairs: set[Pair] = set()
+        pairs: set[Dtypes] = set()
         identical = True
         for dtype in required:
             pair = own_pair(found, dtype)
@@ -258,17 +273,25 @@ class _Patcher:
                 ) from None
             if not verdict.bit_identical:
                 identical = False
+                if verdict.close and self.exact and found.is_gated:
+                    raise NotProvenError(
+                        f"torch's {found.spec.gate} has other last bits than this package's",
+                        is_norm=True,
+                    )
                 if self.exact or not verdict.close:
-                    raise NotProvenError(f"in {dtype_name(dtype)} {verdict.detail}", is_norm=True)
+                    why = explanation(probe, found, pair)
+                    detail = f"{verdict.detail}: {why}" if why else verdict.detail
+                    raise NotProvenError(f"in {dtype_name(dtype)} {detail}", is_norm=True)
             pairs.add(pair)
+        close = found.is_gated and not self.exact
         for pair in common_pairs(found):
-            if pair not in pairs and _is_identical(probe, found, pair):
+            if pair not in pairs and _agrees(probe, found, pair, close=close):
                 pairs.add(pair)
         fixed_width = True
-        if found.weight is None and found.bias is None:
+        if not found.slots:
             widths = [(width,) for width in (37, 96, 200) if (width,) != found.shape]
             fixed_width = not all(
-                _is_identical(probe, replace(found, shape=width), pair) or not identical
+                _agrees(probe, replace(found, shape=width), pair, close=not identical)
                 for width in widths
                 for pair in sorted(pairs, key=str)
             )
@@ -313,16 +336,18 @@ def _had_forward(module: nn.Module) -> bool:
     return plan is not None and plan.had_forward
 
 
-def _is_identical(probe: Probe, found: Hypothesis, pair: Pair) -> bool:
+def _agrees(probe: Probe, found: Hypothesis, pair: Dtypes, *, close: bool) -> bool:
+    """Whether the bits are the module's own, or, if that is enough, close to them."""
     try:
-        return prove(probe, found, pair).bit_identical
+        verdict = prove(probe, found, pair)
     except NotProvenError:
         return False
+    return verdict.bit_identical or (close and verdict.close)
 
 
 def _training(
-    probe: Probe, found: Hypothesis, pairs: Iterable[Pair], required: tuple[torch.dtype, ...]
-) -> tuple[frozenset[Pair], str]:
+    probe: Probe, found: Hypothesis, pairs: Iterable[Dtypes], required: tuple[torch.dtype, ...]
+) -> tuple[frozenset[Dtypes], str]:
     """The pairs in which this package may compute gradients, and why not in all that are required.
 
     On other devices, and without the kernels, gradients are left to the module in any case.
@@ -355,16 +380,18 @@ def _plan(
         eps_path=found.eps_path,
         shape=found.shape if proof.fixed_width else None,
         ndim=len(found.shape),
-        weight=found.weight,
+        weight=found.weight or found.inside,
         bias=found.bias,
         pairs=proof.pairs,
         training=proof.training,
         device=probe.device.type,
-        argument=probe.argument,
+        argument=probe.arguments.first,
         bit_identical=identical,
         guards=guards_of(module, found),
-        reshapes=any(slot and slot.shape != found.shape for slot in (found.weight, found.bias)),
+        reshapes=any(slot.shape != found.shape for slot in found.slots),
         had_forward=had_forward,
+        gate_argument=probe.arguments.second if found.is_gated else None,
+        inside=None if found.inside is None else found.inside_offset,
     )
 
 

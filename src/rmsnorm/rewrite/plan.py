@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.ops import gated_rms_norm as gated_operation
 from rmsnorm.ops.rms_norm import has_kernels, kernels_differentiate
-from rmsnorm.ops.transforms import in_autocast, in_jit_trace, is_ordinary
+from rmsnorm.ops.transforms import (
+    in_autocast,
+    in_jit_trace,
+    is_ordinary,
+    needs_composite,
+    needs_gradient,
+)
 from rmsnorm.rewrite.probe import (
     MACHINERY,
     Hypothesis,
@@ -24,7 +32,7 @@ from rmsnorm.rewrite.probe import (
     is_object,
     is_plain_identity,
 )
-from rmsnorm.rewrite.prove import Pair
+from rmsnorm.rewrite.prove import Dtypes, scaled
 from rmsnorm.rewrite.report import spec_name
 from rmsnorm.spec import NormSpec
 
@@ -79,7 +87,7 @@ def guards_of(module: nn.Module, found: Hypothesis) -> Guards | None:
     Raises:
         NotProvenError: forward reads something that may change unseen.
     """
-    slots = {slot.name for slot in (found.weight, found.bias) if slot is not None}
+    slots = {slot.name for slot in found.slots}
     values: list[tuple[Path, Any]] = []
     for path in sorted(found.reads):
         if path[0] in MACHINERY or path[0] in slots or path == found.eps_path:
@@ -127,7 +135,7 @@ class Plan:
         ndim: how many they are.
         weight: where the weight is.
         bias: where the bias is.
-        pairs: the proven pairs of dtypes.
+        pairs: the proven dtypes of row and weight, and of the gate if there is one.
         training: those of them in which the gradients are proven too.
         device: the type of device on which they were proven.
         argument: the name of forward's argument.
@@ -135,6 +143,9 @@ class Plan:
         guards: what is compared at each call, or ``None`` if nothing need be.
         reshapes: a weight or bias has leading dimensions of 1.
         had_forward: the instance had its class's own forward as an attribute.
+        gate_argument: the name of forward's second argument, if that is a gate.
+        inside: ``None``, or what is added to the weight if that multiplies the row before its mean
+            square is taken; the spec then knows of no weight.
     """
 
     spec: NormSpec
@@ -144,14 +155,28 @@ class Plan:
     ndim: int
     weight: Slot | None
     bias: Slot | None
-    pairs: frozenset[Pair]
-    training: frozenset[Pair]
+    pairs: frozenset[Dtypes]
+    training: frozenset[Dtypes]
     device: str
     argument: str | None
     bit_identical: bool
     guards: Guards | None = None
     reshapes: bool = False
     had_forward: bool = False
+    gate_argument: str | None = None
+    inside: float | None = None
+
+    @functools.cached_property
+    def joins(self) -> bool:
+        """Whether an addition before the norm may be computed with it."""
+        return (
+            self.device == "cpu"
+            and self.bias is None
+            and self.gate_argument is None
+            and self.inside is None
+            and self.guards is None
+            and not self.reshapes
+        )
 
     def eps_of(self, module: nn.Module) -> Any:
         """The eps that ``module`` uses now."""
@@ -162,10 +187,44 @@ class Plan:
             value = getattr(value, name)
         return value
 
-    def operands(self, module: nn.Module, x: Tensor) -> tuple[Any, ...] | None:
+    def gated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call with these arguments gives if it is one of a row and its gate that is proven,
+        or ``None``."""
+        given = dict(zip((self.argument, self.gate_argument), args, strict=False))
+        given.update(kwargs)
+        if len(args) > 2 or len(given) != 2 or len(given) != len(args) + len(kwargs):
+            return None
+        x, gate = given.get(self.argument), given.get(self.gate_argument)
+        if not isinstance(x, Tensor) or not isinstance(gate, Tensor) or not is_ordinary(gate):
+            return None
+        if gate.shape != x.shape or gate.is_cpu is not x.is_cpu:
+            return None
+        operands = self.operands(module, x, (gate.dtype,))
+        if operands is None or not x.is_cpu:
+            return None
+        weight, _, eps = operands
+        if needs_composite(x, gate, weight):
+            return None
+        if needs_gradient(x, gate, weight) and not self.trains(x, weight, None, (gate.dtype,)):
+            return None
+        return gated_operation.forward(x, gate, weight, eps, self.spec)
+
+    def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The row times its weight, where that is inside the mean square."""
+        assert self.inside is not None
+        return scaled(x, weight, self.inside)
+
+    def operands(
+        self, module: nn.Module, x: Tensor, gate: tuple[torch.dtype, ...] = ()
+    ) -> tuple[Any, ...] | None:
         """(weight, bias, eps) of a call that is proven, or ``None``.
 
         Runs at every call, so the usual case asks each tensor as little as possible.
+
+        Args:
+            module: the swapped module.
+            x: the row.
+            gate: the dtype of its gate, if it is given one.
         """
         weight: Tensor | None = None
         bias: Tensor | None = None
@@ -178,7 +237,7 @@ class Plan:
         if type(x) is not Tensor and not is_ordinary(x):
             return None
         beside = bias if weight is None else weight
-        if (x.dtype, None if beside is None else beside.dtype) not in self.pairs:
+        if (x.dtype, None if beside is None else beside.dtype, *gate) not in self.pairs:
             return None
         if not (x.is_cpu if self.device == "cpu" else x.device.type == self.device):
             return None
@@ -215,10 +274,16 @@ class Plan:
                 bias = bias.reshape(self.bias.row_shape)
         return weight, bias, eps
 
-    def trains(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    def trains(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        gate: tuple[torch.dtype, ...] = (),
+    ) -> bool:
         """Whether this package may compute the gradients of a call with these operands."""
         beside = bias if weight is None else weight
-        pair = (x.dtype, None if beside is None else beside.dtype)
+        pair = (x.dtype, None if beside is None else beside.dtype, *gate)
         return pair in self.training and kernels_differentiate(x)
 
     def allows(self, module: nn.Module, name: str, value: Any) -> bool:
@@ -241,7 +306,10 @@ class Plan:
         return before is value or (type(before) is type(value) and repr(before) == repr(value))
 
     def __str__(self) -> str:
-        text = f"{spec_name(self.spec)} in {_pairs_text(self.pairs)}"
+        name = spec_name(self.spec)
+        if self.inside is not None:
+            name = f"{name} of the weighted row"
+        text = f"{name} in {_pairs_text(self.pairs)}"
         return text if self.training or not has_kernels else f"{text}, own gradients"
 
     @staticmethod
@@ -254,13 +322,17 @@ class Plan:
         return tensor is weight or weight is None or tensor.dtype == weight.dtype
 
 
-def _pairs_text(pairs: frozenset[Pair]) -> str:
-    """The dtypes of rows, and those of their weights where not all of these were proven."""
-    alike = sorted(dtype_name(x) for x, weight in pairs if weight in (x, None))
-    mixed = sorted(
-        f"{dtype_name(x)} with {dtype_name(weight)} weight"
-        for x, weight in pairs
-        if weight is not None and weight != x
-    )
-    every = len(alike) ** 2 == len(pairs)
-    return ", ".join(alike if every else alike + mixed)
+def _pairs_text(pairs: frozenset[Dtypes]) -> str:
+    """The dtypes of rows, and those of what is beside them where not all of these were proven."""
+    alike = [pair for pair in pairs if all(dtype in (pair[0], None) for dtype in pair[1:])]
+    without_gate = {pair[:2] for pair in pairs}
+    every = without_gate == {(a[0], b[1]) for a in alike for b in alike}
+    mixed = [] if every else [_mixed_text(pair) for pair in pairs if pair not in alike]
+    rows = [dtype_name(pair[0]) for pair in alike if pair[0] is not None]
+    return ", ".join(sorted(rows) + sorted(mixed))
+
+
+def _mixed_text(pair: Dtypes) -> str:
+    x, *beside = (None if dtype is None else dtype_name(dtype) for dtype in pair)
+    named = zip(beside, ("weight", "gate"), strict=False)
+    return f"{x} with " + " and ".join(f"{dtype} {what}" for dtype, what in named if dtype)

@@ -94,12 +94,15 @@ class Hypothesis:
     """What a module seems to compute.
 
     Args:
-        spec: the convention.
+        spec: the convention; with a gate, if the module's second input is one.
         shape: the normalised dimensions.
         weight: where the weight is, or ``None``.
         bias: where the bias is, or ``None``.
         eps_path: the attributes that lead to eps, read at call time; ``None`` if it is hard-coded.
         reads: the attributes that its forward was seen to read, its own and those of what it holds.
+        inside: where a weight is that multiplies the row before its mean square is taken; see
+            :func:`rmsnorm.rewrite.prove.scaled`. ``spec`` has neither it nor its offset.
+        inside_offset: what is added to that weight.
     """
 
     spec: NormSpec
@@ -108,6 +111,33 @@ class Hypothesis:
     bias: Slot | None
     eps_path: tuple[str, ...] | None
     reads: frozenset[Path] = frozenset()
+    inside: Slot | None = None
+    inside_offset: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a second input multiplies the row."""
+        return self.spec.gate is not None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Where its weight and its bias are, as far as it has them."""
+        return tuple(s for s in (self.weight, self.inside, self.bias) if s is not None)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a forward takes.
+
+    Args:
+        first: the name of its first argument, or ``None`` if that is by position only.
+        second: the name of a second one that can be given by position, or ``None``.
+        needs_second: whether that has no default.
+    """
+
+    first: str | None
+    second: str | None
+    needs_second: bool
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -135,7 +165,9 @@ class Probe:
         base = original_class(module)
         _check_children(module)
         self.slots, others = _own_tensors(module)
-        self.argument, self.has_more_arguments = _argument(base)
+        self.arguments = _arguments(base)
+        # While a number is here, every call is given a second input that holds it everywhere.
+        self.gate: float | None = None
         self._base = base
         self.tensors: dict[str, Tensor] = {}
         self.device = torch.device("cpu") if device is None or device.type == "meta" else device
@@ -195,25 +227,35 @@ class Probe:
         Raises:
             NotProvenError: it raises, or does not return one tensor of x's shape.
         """
+        if self.gate is not None and not more:
+            more = (torch.full_like(x, self.gate),)
         try:
             y = self._base.forward(self.module, x, *more)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # sys.exit() in a forward is no reason to exit
             raise NotProvenError(f"its forward raises {type(error).__name__}") from error
+        if type(y) is Tensor and y.dim() and y.shape == (*x.shape[:-1], 1) != x.shape:
+            raise NotProvenError("it returns one number for each row, not the row")
         if type(y) is not Tensor or y.shape != x.shape or not y.is_floating_point():
             raise NotProvenError("it does not map a tensor to one of the same shape")
         return y
 
-    def in_any_rank(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The same for x (..., *shape) given as it is, as one batch, or as a matrix of rows.
+    def in_any_rank(self, x: Tensor, shape: tuple[int, ...], *more: Tensor) -> Tensor:
+        """The same for x (..., *shape) given as it is, as one batch, or as a matrix of rows, and
+        what else is given, of x's shape, alike.
 
         Raises:
             NotProvenError: it takes none of these.
         """
-        for given in (x, x[None], x.reshape(-1, *shape)):
+        inputs = (x, *more)
+        for given in (
+            inputs,
+            tuple(t[None] for t in inputs),
+            tuple(t.reshape(-1, *shape) for t in inputs),
+        ):
             try:
-                return self(given).reshape(x.shape)
+                return self(*given).reshape(x.shape)
             except NotProvenError as error:
                 reason = error
         raise reason
@@ -489,8 +531,12 @@ def _get(module: nn.Module, slot: Slot) -> Tensor:
     return found
 
 
-def _argument(base: type[nn.Module]) -> tuple[str | None, bool]:
-    """The name of forward's one required argument, and whether it takes more."""
+def _arguments(base: type[nn.Module]) -> Arguments:
+    """What the forward of a class takes.
+
+    Raises:
+        NotProvenError: it is not one tensor, or two.
+    """
     forward: Callable[..., Any] = base.forward
     if forward is nn.Module.forward:
         raise NotProvenError("it has no forward")
@@ -501,15 +547,24 @@ def _argument(base: type[nn.Module]) -> tuple[str | None, bool]:
     if not parameters:
         raise NotProvenError("its forward takes nothing")
     first, rest = parameters[0], parameters[1:]
-    positional = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.VAR_POSITIONAL)
-    if first.kind not in positional:
+    named = first.POSITIONAL_OR_KEYWORD
+    if first.kind not in (first.POSITIONAL_ONLY, named, first.VAR_POSITIONAL):
         raise NotProvenError("its forward takes nothing by position")
-    for parameter in rest:
-        starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not starred:
+    required = [
+        parameter
+        for parameter in rest
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    second = rest[0] if rest and rest[0].kind == named else None
+    for parameter in required:
+        if parameter is not second:
             raise NotProvenError(f"its forward needs {parameter.name} too")
-    name = first.name if first.kind == first.POSITIONAL_OR_KEYWORD else None
-    return name, any(p.kind == p.POSITIONAL_OR_KEYWORD for p in rest)
+    return Arguments(
+        first=first.name if first.kind == named else None,
+        second=None if second is None else second.name,
+        needs_second=bool(required),
+    )
 
 
 def _is_simple(value: object) -> bool:

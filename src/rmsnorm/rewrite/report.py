@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Entry:
         training: whether this package computes it where a gradient is needed, too.
         weight: the name of its weight among its attributes, or ``None``.
         bias: the name of its bias, or ``None``.
+        weight_inside: the weight multiplies the row before its mean square is taken; ``spec`` then
+            is what follows, without a weight.
     """
 
     name: str
@@ -43,6 +45,15 @@ class Entry:
     training: bool = False
     weight: str | None = None
     bias: str | None = None
+    weight_inside: bool = False
+
+    @property
+    def convention(self) -> str:
+        """The name of its spec, or what parts it from the nearest one; empty if it has none."""
+        if self.spec is None:
+            return ""
+        name = spec_name(self.spec)
+        return f"{name} of the weighted row" if self.weight_inside else name
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -64,7 +75,30 @@ class Entry:
             "bit_identical": self.bit_identical,
             "training": self.training,
             "tensors": list(self.tensors),
+            "weight_inside": self.weight_inside,
         }
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a :class:`PatchReport` that adds to a residual stream.
+
+    Args:
+        name: the block's name in the model.
+        cls: the name of its class.
+        fused: whether its additions are computed with the norms that follow them.
+        additions: how many there are.
+        inside: how many of them are followed by a norm in the block; the last one is computed with
+            the norm that follows the block, wherever that is.
+        reason: why it was left; empty otherwise.
+    """
+
+    name: str
+    cls: str
+    fused: bool
+    additions: int
+    inside: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -73,9 +107,11 @@ class PatchReport:
 
     Args:
         entries: one for each norm, in the model's order.
+        blocks: with ``fuse_residual=True``, one for each block.
     """
 
     entries: tuple[Entry, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
     @property
     def swapped(self) -> list[Entry]:
@@ -101,6 +137,7 @@ class PatchReport:
             "swapped": len(self.swapped),
             "left": len(self.left),
             "entries": [entry.to_dict() for entry in self.entries],
+            "blocks": [asdict(block) for block in self.blocks],
         }
 
     def __str__(self) -> str:
@@ -114,7 +151,7 @@ class PatchReport:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, *_block_lines(self.blocks)])
 
 
 def spec_name(spec: NormSpec) -> str:
@@ -150,6 +187,21 @@ def _grouped(report: PatchReport) -> Iterator[tuple[int, str, Entry]]:
         yield len(entries), name or "(the model)", entries[0]
 
 
+def _block_lines(blocks: tuple[Block, ...]) -> Iterator[str]:
+    """One line for blocks that differ only in the numbers of their names."""
+    groups: dict[Block, list[Block]] = {}
+    for block in blocks:
+        groups.setdefault(replace(block, name=name_pattern(block.name)), []).append(block)
+    for group, members in groups.items():
+        name = members[0].name if len(members) == 1 else group.name
+        result = (
+            f"{group.additions} additions computed with the norms after them"
+            if group.fused
+            else f"additions left: {group.reason}"
+        )
+        yield f"{len(members)}  {name or '(the model)'}  {group.cls}  {result}"
+
+
 def name_pattern(name: str) -> str:
     """The name of a module with ``*`` for the numbers in it: the same for all layers of a model.
 
@@ -173,7 +225,7 @@ def _row(count: int, name: str, entry: Entry) -> tuple[str, ...]:
         str(count),
         name,
         entry.cls,
-        "-" if entry.spec is None else spec_name(entry.spec),
+        entry.convention or "-",
         "-" if entry.spec is None else "machine" if eps is None else f"{eps:.6g}",
         any_width if entry.shape is None else "x".join(map(str, entry.shape)),
         "-" if entry.dtype is None else dtype_name(entry.dtype),

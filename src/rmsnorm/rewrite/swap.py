@@ -10,14 +10,15 @@ from __future__ import annotations
 import types
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from rmsnorm.ops import rms_norm as operation
 from rmsnorm.ops.transforms import needs_composite, needs_gradient
 from rmsnorm.rewrite.plan import Plan
 from rmsnorm.rewrite.probe import MACHINERY, NotProvenError, original_class
-
-_PLAN = "_rmsnorm_plan"
+from rmsnorm.rewrite.stream import PLAN as _PLAN
+from rmsnorm.rewrite.stream import SLOT, Slot, Stream
 
 
 class Swapped:
@@ -60,7 +61,7 @@ def restore(module: nn.Module) -> bool:
     if swapped is made:
         object.__setattr__(module, "__class__", original)
     elif made is not None:
-        _rebase(swapped, made, original)
+        rebase(swapped, made, original)
     # Wrappers that were put around the swapped forward keep a bound method of it.
     for name, value in list(module.__dict__.items()):
         if (
@@ -74,10 +75,10 @@ def restore(module: nn.Module) -> bool:
     return True
 
 
-def _rebase(derived: type, made: type, original: type) -> None:
+def rebase(derived: type, made: type, original: type) -> None:
     """Put ``original`` in the place of the swapped class under a class derived from it.
 
-    Parametrizations make such a class for one module.
+    Parametrizations make such a class for one module, as does ``fully_shard``.
     """
     for cls in derived.__mro__:
         if made in cls.__bases__ and cls is not made:
@@ -113,13 +114,27 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A bound method that outlived unpatch() finds no plan.
         plan = getattr(self, _PLAN, None)
+        if args and type(args[0]) is Stream:
+            normed = args[0].take(self)
+            if normed is not None:
+                return normed
+            args = (args[0].tensor, *args[1:])
         if plan is not None:
             x = None
             if not kwargs and len(args) == 1:
                 x = args[0]
             elif not args and len(kwargs) == 1:
                 x = kwargs.get(plan.argument)
+            elif plan.gate_argument is not None:
+                gated = plan.gated(self, args, kwargs)
+                if gated is not None:
+                    return gated
             if x is not None:
+                slot: Slot | None = getattr(self, SLOT, None)
+                if slot is not None and not torch.compiler.is_compiling():
+                    normed = slot.take(self, plan, x)
+                    if normed is not None:
+                        return normed
                 operands = plan.operands(self, x)
                 if operands is not None:
                     weight, bias, eps = operands
@@ -129,6 +144,8 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                         and not needs_composite(x, weight, bias)
                         and (not needs_gradient(x, weight, bias) or plan.trains(x, weight, bias))
                     ):
+                        if plan.inside is not None:
+                            x, weight = plan.scaled(x, weight), None
                         return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
         return original.forward(self, *args, **kwargs)
 
@@ -179,6 +196,7 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         "add_module": add_module,
         "__reduce_ex__": reduce_ex,
         "_rmsnorm_original": original,
+        SLOT: None,  # most have none
         "extra_repr": extra_repr,
         "forward": forward,
     }
