@@ -452,3 +452,6 @@ def test_with_a_residual_it_normalises_the_sum(dtypes: tuple[str, str]) -> None:
         assert y.dtype == torch.float32
     with pytest.raises(ValueError, match=r"residual \(3, 5, 23\)"):
         norm(x, residual[..., :-1])
+    for wrong in (residual.long(), residual.bool(), [1.0], 2.0):
+        with pytest.raises(TypeError, match="residual is"):
+            norm(x, wrong)

@@ -135,8 +135,9 @@ class RMSNorm(_Norm):
             operation.count_dimensions(x, self.normalized_shape)
         ndim = len(self.normalized_shape)
         if residual is not None:
+            operation.check_is_tensor("residual", residual)
             # Under autocast a sublayer's result is narrower than the stream.
-            if x.dtype != residual.dtype:
+            if x.dtype != residual.dtype and x.is_floating_point() and residual.is_floating_point():
                 dtype = torch.promote_types(x.dtype, residual.dtype)
                 x, residual = x.to(dtype), residual.to(dtype)
             return add_operation.forward(x, residual, weight, self.eps, self.spec, ndim)

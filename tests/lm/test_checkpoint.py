@@ -246,3 +246,23 @@ def test_write_atomically_replaces(tmp_path: Path) -> None:
     checkpoint.write_atomically(path, "two")
     assert path.read_text() == "two"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 4}, "says step 4; expected 5, as its folder does"),
+        ({"step": -5}, "says step -5; expected 5"),
+        (
+            {"files": {"../a": {"bytes": 1, "sha256": ""}}},
+            r"names '\.\./a'; expected files",
+        ),
+        ({"files": {"/a": {"bytes": 1, "sha256": ""}}}, "names '/a'; expected files of its own"),
+    ],
+)
+def test_a_manifest_of_something_else(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    made = checkpoint.save(tmp_path, 5, write(b"x"), {})
+    path = made.folder / checkpoint.STATE
+    path.write_text(json.dumps({**made.state, **change}))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.newest(tmp_path)

@@ -238,6 +238,17 @@ def test_saved_folder_is_for_transformers_too(tokenizer: Tokenizer, tmp_path: Pa
     assert not again.config.fuse_residual  # which config.json does not know
 
 
+def test_writing_over_another_model_leaves_nothing_of_it(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = small(tokenizer, rope_theta=77.0)
+    convert.save(other, tokenizer, tmp_path)
+    convert.export(small(tokenizer), tokenizer, tmp_path)
+    assert convert.load(tmp_path)[0].config.rope_theta == small(tokenizer).config.rope_theta
+    convert.save(small(tokenizer, norm="layer"), tokenizer, tmp_path)
+    assert not (tmp_path / "config.json").exists()  # which transformers would believe
+
+
 def test_writing_over_the_files_it_was_read_from(tokenizer: Tokenizer, tmp_path: Path) -> None:
     their_model({}).save_pretrained(tmp_path, max_shard_size="20KB")
     tokenizer.save(tmp_path)

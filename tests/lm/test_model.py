@@ -373,6 +373,21 @@ def test_bad_calls() -> None:
         model(tokens, cache=cache)
     with pytest.raises(ValueError, match="room for 9 positions; 9 are taken and 1 more"):
         model(tokens[:, :1], cache=cache)
+    other = KVCache(dataclasses.replace(SMALL, num_hidden_layers=2), 2, 9)
+    with pytest.raises(ValueError, match=r"the cache is for 2 layers .* the model has 3 of 2 of 6"):
+        model(tokens, cache=other)
+    half = KVCache(SMALL, 2, 9, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"cache is torch\.bfloat16, but the keys are"):
+        model(tokens, cache=half)
+    with pytest.raises(ValueError, match="logits_to_keep is -3"):
+        model(tokens, logits_to_keep=-3)
+    with pytest.raises(ValueError, match="labels and logits_to_keep were both given"):
+        model(tokens, labels=tokens, logits_to_keep=2)
+    with pytest.raises(TypeError, match=r"labels is torch.int32; expected torch.int64"):
+        model(tokens, labels=tokens.int())
+    for wrong in (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"position_ids has shape .* \(2, 9\) or \(1, 9\)"):
+            model(tokens, position_ids=wrong)
     past = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="expected one of them"):
         model(tokens, cache=cache, past_key_values=past)

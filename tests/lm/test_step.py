@@ -16,7 +16,7 @@ from rmsnorm.lm.step import (
     measure_steps,
 )
 
-WORKLOAD = Workload("small", 2, 8, 2, 8, rounds=3)
+WORKLOAD = Workload("small", 2, 8, 2, 8, 1e-2, rounds=3)
 
 
 @pytest.fixture

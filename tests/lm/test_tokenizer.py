@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -325,3 +327,13 @@ def test_wrong_calls() -> None:
         OURS.render([{"role": "bot", "content": "x"}])
     with pytest.raises(TokenizerError, match=r"pieces: no <\|im_start\|> and <\|im_end\|>"):
         sentence_pieces().render(CHAT)
+
+
+def test_a_long_word_takes_no_longer_than_short_ones() -> None:
+    letters = random.Random(0).choices("ACGT", k=60_000)
+    started = time.process_time()
+    tokenizer = train_tokenizer(["".join(letters)], 300)
+    # Uncut it took minutes: the trainer's time grows with the square of a word's length.
+    assert time.process_time() - started < 10
+    text = "".join(letters[:5000])
+    assert tokenizer.decode(tokenizer.encode(text)) == text

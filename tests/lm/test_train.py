@@ -661,6 +661,17 @@ def test_bad_settings(
     assert not (tmp_path / "run").exists()
 
 
+def test_two_processes_do_not_share_a_folder(text: Path, tmp_path: Path) -> None:
+    class Second(Watch):
+        def begin(self, step: int, steps: int | None) -> None:
+            with pytest.raises(TrainError, match=f"another process is training in {tmp_path}"):
+                train.train(settings(text), tmp_path, resume=True)
+
+    result = train.train(settings(text), tmp_path, watch=Second())
+    assert result.steps == 12
+    train.train(settings(text), tmp_path, resume=True)  # let go at the end
+
+
 def test_a_run_inside_its_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(words(900))
     run = tmp_path / "runs" / "first"
@@ -706,6 +717,8 @@ def test_too_short_a_text_can_be_corrected(tmp_path: Path) -> None:
         ({"model": {"vocab_size": 300}}, "expected it beside the table"),
         ({"model": "tiny"}, "expected a table"),
         ({"init": "x", "lora_rank": 2, "parallel": "ddp"}, "lora_rank needs 'none'"),
+        ({"compile": True, "parallel": "tp"}, "compile was given with parallel 'tp'"),
+        ({"model_parallel": 2}, "model_parallel needs parallel 'tp'; it is 'none'"),
     ],
 )
 def test_settings_that_mean_nothing(change: dict[str, Any], message: str) -> None:

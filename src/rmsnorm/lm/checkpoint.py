@@ -172,9 +172,16 @@ def read(folder: Path) -> Checkpoint:
         state = json.loads(path.read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {state['format']!r}; expected {FORMAT}")
-        for entry in state["files"].values():
+        for name, entry in state["files"].items():
             int(entry["bytes"]), str(entry["sha256"])
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                raise CheckpointError(f"{path} names {name!r}; expected files of its own folder")
         checkpoint = Checkpoint(folder, int(state["step"]), state)
+        match = _NAME.fullmatch(folder.name)
+        if match is not None and checkpoint.step != int(match[1]):
+            raise CheckpointError(
+                f"{path} says step {checkpoint.step}; expected {int(match[1])}, as its folder does"
+            )
     except CheckpointError:
         raise
     except (
@@ -197,8 +204,10 @@ def clean(run: Path) -> None:
                 shutil.rmtree(path)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` as a safetensors file.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write ``tensors`` as a safetensors file, with ``metadata`` in its header.
 
     Raises:
         OSError: it cannot be written.
@@ -207,7 +216,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(dense, path, metadata)
     except SafetensorError as error:  # what the system said is in the words only
         raise OSError(f"{path} cannot be written: {error}") from None
 

@@ -349,6 +349,10 @@ class TrainConfig:
             raise ConfigError("model has 'vocab_size'; expected it beside the table, not in it")
         if self.lora_rank and self.parallel != "none":
             raise ConfigError(f"parallel is {self.parallel!r}; lora_rank needs 'none'")
+        if self.compile and self.parallel == "tp":
+            raise ConfigError("compile was given with parallel 'tp'; torch cannot compile that")
+        if self.model_parallel is not None and self.parallel != "tp":
+            raise ConfigError(f"model_parallel needs parallel 'tp'; it is {self.parallel!r}")
 
     def _check_ranges(self) -> None:
         for name in (

@@ -563,8 +563,6 @@ def _write(
     model: MindForCausalLM, tokenizer: Tokenizer | None, folder: Path, texts: Mapping[str, str]
 ) -> None:
     """Writes the weights, the tokenizer and ``texts``, by file name, each file at once."""
-    from safetensors.torch import save_file
-
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.config, "the model")
     folder.mkdir(parents=True, exist_ok=True)
@@ -573,16 +571,18 @@ def _write(
         if tokenizer is not None:
             tokenizer.save(new)
         # A tied output layer is no parameter of its own.
-        weights = {
-            name: parameter.detach().contiguous() for name, parameter in model.named_parameters()
-        }
-        save_file(weights, new / WEIGHTS, metadata={"format": "pt"})
+        checkpoint.write_tensors(
+            new / WEIGHTS, dict(model.named_parameters()), metadata={"format": "pt"}
+        )
         for file, text in texts.items():
             (new / file).write_text(text, encoding="utf-8")
-        for path in sorted(new.iterdir()):
-            path.replace(folder / path.name)
-    # That of a model that was here before would be believed.
-    (folder / INDEX).unlink(missing_ok=True)
+        written = {path.name for path in new.iterdir()}
+        for name in sorted(written):
+            (new / name).replace(folder / name)
+    # Those of a model that was here before would be believed.
+    for name in (INDEX, MIND, "config.json", "generation_config.json"):
+        if name not in written:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -89,12 +89,19 @@ class KVCache:
         """The part of layer ``index``."""
         return _Preallocated(self.memory[index, 0], self.memory[index, 1], self.length)
 
-    def check(self, batch_size: int, sequence: int) -> None:
+    def check(self, batch_size: int, sequence: int, config: ModelConfig) -> None:
         """Refuse what does not fit.
 
         Raises:
-            ValueError: another batch size, or more positions than there is room for.
+            ValueError: another batch size or model, or more positions than there is room for.
         """
+        heads, width = config.num_key_value_heads, config.head_dim
+        layers, _, _, *rest = self.memory.shape
+        if (layers, rest[0], rest[2]) != (config.num_hidden_layers, heads, width):
+            raise ValueError(
+                f"the cache is for {layers} layers of {rest[0]} heads of {rest[2]}; the model has "
+                f"{config.num_hidden_layers} of {heads} of {width}"
+            )
         if batch_size != self.memory.shape[2]:
             raise ValueError(
                 f"the cache is for {self.memory.shape[2]} sequences; input_ids has {batch_size}"
@@ -111,6 +118,8 @@ class _Preallocated:
         self.keys, self.values, self.length = keys, values, length
 
     def append(self, keys: Tensor, values: Tensor) -> KeysAndValues:
+        if keys.dtype != self.keys.dtype and not torch.is_autocast_enabled(keys.device.type):
+            raise TypeError(f"the cache is {self.keys.dtype}, but the keys are {keys.dtype}")
         if keys.requires_grad:
             raise RuntimeError(
                 "a KVCache keeps no gradients: call the model under torch.no_grad(), or give it "
@@ -290,13 +299,14 @@ class MindForCausalLM(nn.Module):
             TypeError: input_ids that are not integers.
         """
         self._check(input_ids, labels, attention_mask, cache, past_key_values)
+        self._check_choices(input_ids, labels, position_ids, logits_to_keep)
         batch, sequence = input_ids.shape
         layers = len(self.model.layers)
         past = _past_length(cache, past_key_values)
         grown = [_Grown(None) for _ in range(layers)]
         caches: Sequence[LayerCache | None] = grown
         if cache is not None:
-            cache.check(batch, sequence)
+            cache.check(batch, sequence, self.config)
             caches = [cache.layer(index) for index in range(layers)]
         elif past_key_values is not None:
             grown = [_Grown(pair) for pair in past_key_values]
@@ -356,6 +366,30 @@ class MindForCausalLM(nn.Module):
                     f"attention_mask has shape {tuple(attention_mask.shape)}; expected {expected}, "
                     "which is (batch, past + sequence)"
                 )
+
+    def _check_choices(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int,
+    ) -> None:
+        batch, sequence = input_ids.shape
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; expected at least 0")
+        if labels is not None:
+            if logits_to_keep:
+                raise ValueError("labels and logits_to_keep were both given; expected one of them")
+            if labels.dtype != torch.int64:
+                raise TypeError(f"labels is {labels.dtype}; expected torch.int64")
+        if position_ids is not None and tuple(position_ids.shape) not in (
+            (batch, sequence),
+            (1, sequence),
+        ):
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}; expected {(batch, sequence)} "
+                f"or {(1, sequence)}"
+            )
 
 
 def _past_length(cache: KVCache | None, past_key_values: Sequence[KeysAndValues] | None) -> int:

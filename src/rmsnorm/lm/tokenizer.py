@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,6 +22,9 @@ ROLES = ("system", "user", "assistant", "tool")
 # A byte that is no token yet, or bytes that are no character, are decoded to this.
 _REPLACEMENT = "\ufffd"
 _BYTES = 256
+# The trainer's time grows with the square of a word's length, and nothing is learned from a word of
+# thousands of letters: longer ones, as in base64, are cut where the merges are learned.
+_LONG_WORD = re.compile(r"\S{256}")
 
 # What Tokenizer.render writes, in the language of transformers' apply_chat_template.
 _CHAT_TEMPLATE = (
@@ -361,7 +365,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         nonlocal size
         for text in texts:
             size += len(text)
-            yield text
+            yield _LONG_WORD.sub(r"\g<0> ", text)
 
     backend.train_from_iterator(counted(), trainer)
     if not size:

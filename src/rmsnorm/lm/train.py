@@ -142,8 +142,8 @@ def train(
     started = time.monotonic() if started is None else started
     parallel = Parallel.start(config.parallel, config.model_parallel)
     try:
-        with _process(config):
-            run = _Run(config, Path(out), parallel, resume, started, watch or Watch())
+        with _process(config), contextlib.ExitStack() as held:
+            run = _Run(config, Path(out), parallel, resume, started, watch or Watch(), held)
             return run.train()
     finally:
         parallel.stop()
@@ -199,12 +199,14 @@ class _Run:
         resume: bool,
         started: float,
         watch: Watch,
+        held: contextlib.ExitStack,
     ) -> None:
         self.config = config
         self.out = out
         self.parallel = parallel
         self.started = started
         self.watch = watch
+        self.held = held
         self.distributed = config.parallel != "none"
         self.device = parallel.device if self.distributed else _device(config)
         is_new = self._open(resume)
@@ -254,8 +256,6 @@ class _Run:
                         f"{self.out} holds a run already; expected another folder, or --resume to "
                         "continue it"
                     )
-                _check_same(self.config, path)
-                checkpoint.clean(self.out)
             elif self.out.exists():
                 if not self.out.is_dir():
                     raise TrainError(f"{self.out} is not a folder; expected one, or a new name")
@@ -266,6 +266,10 @@ class _Run:
                         "new name"
                     )
             self.out.mkdir(parents=True, exist_ok=True)
+            self.held.enter_context(_locked(self.out))
+            if not is_new:
+                _check_same(self.config, path)
+                checkpoint.clean(self.out)
             checkpoint.write_atomically(path, self.config.to_toml())
         self.parallel.barrier()
         return is_new
@@ -736,6 +740,31 @@ class _Run:
             bits_per_byte=end["bits_per_byte"],
             xz_bits_per_byte=end["xz_bits_per_byte"],
         )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training in ``folder``; a process that is killed lets it go.
+
+    Raises:
+        TrainError: another process does.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not a system that locks folders
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainError(
+                f"another process is training in {folder}; expected it to have ended"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _check_same(config: TrainConfig, path: Path) -> None:
