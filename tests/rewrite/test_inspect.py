@@ -130,3 +130,28 @@ def test_tokens_of_another_shape(shape: tuple[int, ...]) -> None:
     tokens = torch.zeros(shape, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"tokens has shape .*; expected \(1, n\) with n >= 2"):
         inspect_model(prepared(llama, torch.float32), tokens)
+
+
+def test_with_residual_additions_joined() -> None:
+    found = inspect_model(prepared(llama, torch.float32), TOKENS, seconds=0.0, fuse_residual=True)
+    assert found.proof.holds
+    assert (found.fused_blocks, found.blocks) == (2, 2)
+    assert found.to_dict()["fused_blocks"] == 2
+
+
+def test_exact_leaves_gated_norms() -> None:
+    config = transformers.Mamba2Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_heads=4,
+        state_size=8,
+        n_groups=2,
+    )
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    swapped = [
+        inspect_model(model, TOKENS, seconds=0.0, exact=exact).swapped for exact in (False, True)
+    ]
+    assert swapped == [5, 3]
+    assert inspect_model(model, TOKENS, seconds=0.0, exact=True).proof.holds

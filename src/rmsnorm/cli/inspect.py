@@ -73,6 +73,10 @@ _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     help="Use at most this many tokens of the text.",
 )
 @click.option("--speed/--no-speed", default=True, help="Whether to time norms and forward passes.")
+@click.option("--exact", is_flag=True, help="Replace only norms that agree bit for bit.")
+@click.option(
+    "--fuse-residual", is_flag=True, help="Join residual additions with the norms after them."
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for torch; default: its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def inspect(
@@ -81,6 +85,8 @@ def inspect(
     text: Path | None,
     tokens: int,
     speed: bool,
+    exact: bool,
+    fuse_residual: bool,
     threads: int | None,
     as_json: bool,
 ) -> int:
@@ -89,14 +95,17 @@ def inspect(
     MODEL is a Hugging Face folder, a GGUF file, or the name of an installed model: smollm2 (the
     default) or gemma3. Each norm's convention is found by how it behaves. The norms are replaced in
     a copy, and the copy's logits are compared with the model's: the command exits with 1 unless
-    they are identical, bit for bit, in prefill and in decoding with a key-value cache.
+    they are identical, bit for bit, in prefill and in decoding with a key-value cache. The results
+    of gated norms are not, so for a model with them say --exact, which leaves those alone.
     """
     words = GENESIS if text is None else _read_text(text)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = []
     for dtype in dtypes:
         with one_error(), progress() as say:
-            inspection = _inspect(model, dtype, words, tokens, speed, threads, say)
+            inspection = _inspect(
+                model, dtype, words, tokens, speed, threads, say, exact, fuse_residual
+            )
         found.append(inspection)
         if not as_json:
             _print(console, model, inspection, first=len(found) == 1)
@@ -136,6 +145,8 @@ def _inspect(
     speed: bool,
     threads: int | None,
     say: Say,
+    exact: bool,
+    fuse_residual: bool,
 ) -> Inspection:
     say("loading PyTorch")
     import torch
@@ -151,7 +162,14 @@ def _inspect(
         click.echo("note: the model has no tokenizer, so its tokens are random", err=True)
     if ids.shape[1] < 2:
         raise click.ClickException("the text has fewer than 2 tokens")
-    return inspect_model(loaded, ids, seconds=10.0 if speed else 0.0, say=say)
+    return inspect_model(
+        loaded,
+        ids,
+        seconds=10.0 if speed else 0.0,
+        exact=exact,
+        fuse_residual=fuse_residual,
+        say=say,
+    )
 
 
 def _environment() -> dict[str, Any]:
@@ -188,6 +206,12 @@ def _print(console: Console, model: str, inspection: Inspection, first: bool) ->
         f"\n[bold]{inspection.dtype}[/]: {inspection.swapped} of {inspection.norms} norms replaced",
         highlight=False,
     )
+    if inspection.blocks:
+        console.print(
+            f"{inspection.fused_blocks} of {inspection.blocks} blocks: residual additions joined "
+            "with the norms after them",
+            highlight=False,
+        )
     tables = [_norms_table(inspection), _proof_table(inspection)]
     if inspection.timings:
         tables.append(_times_table(inspection))

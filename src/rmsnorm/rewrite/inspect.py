@@ -85,6 +85,10 @@ class Inspection:
     groups: tuple[NormGroup, ...]
     proof: Proof
     timings: tuple[Timing, ...]
+    fused_blocks: int = 0
+    """How many blocks have their residual additions joined with their norms."""
+    blocks: int = 0
+    """How many were looked at for that; 0 unless it was asked for."""
 
     @property
     def swapped(self) -> int:
@@ -127,6 +131,8 @@ def inspect_model(
     *,
     decode_tokens: int = 8,
     seconds: float = 10.0,
+    exact: bool = False,
+    fuse_residual: bool = False,
     say: Say | None = None,
 ) -> Inspection:
     """Identifies, patches, proves and times the norms of ``model``, which is left as it is.
@@ -136,6 +142,8 @@ def inspect_model(
         tokens: (1, n) int64, the token ids of a text, n >= 2.
         decode_tokens: how many tokens at the end of the text are decoded one at a time.
         seconds: about how long to measure times; 0 leaves them out.
+        exact: replace only norms that agree bit for bit, as in :func:`rmsnorm.patch`.
+        fuse_residual: join additions and norms, as there.
         say: called with a few words whenever a longer step begins.
 
     Returns:
@@ -149,7 +157,8 @@ def inspect_model(
     say = say or (lambda _: None)
     say("finding the norms")
     patched = _twin(model)
-    entries = patch(patched).entries
+    report = patch(patched, exact=exact, fuse_residual=fuse_residual)
+    entries = report.entries
     swapped = [entry for entry in entries if entry.swapped]
     steps = min(decode_tokens, tokens.shape[1] - 1)
     with torch.inference_mode():
@@ -172,7 +181,8 @@ def inspect_model(
             names = [entry.name for entry in swapped]
             timings = _time(model, patched, names, tokens, steps, seconds)
     dtype = dtype_name(next(model.parameters()).dtype)
-    return Inspection(dtype, _group(entries), proof, timings)
+    blocks = [block.fused for block in report.blocks]
+    return Inspection(dtype, _group(entries), proof, timings, sum(blocks), len(blocks))
 
 
 def _twin(model: nn.Module) -> nn.Module:
