@@ -275,7 +275,8 @@ def test_json():
     machine = report.machine(2**25, 2**27)
     document = report.to_dict(results(), machine, {"quick": True}, USAGES)
     document = json.loads(json.dumps(document))
-    assert set(document) == {"schema", "machine", "settings", "cells", "memory", "losing", "ok"}
+    fields = {"schema", "machine", "settings", "cells", "memory", "steps", "losing", "ok"}
+    assert set(document) == fields
     assert document["schema"] == 1
     assert document["ok"] is False
     assert document["losing"] == [str(COPY_CELL), "memory of ours llama"]
