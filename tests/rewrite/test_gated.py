@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rmsnorm import NormSpec, identify, patch, specs, unpatch
+from rmsnorm.ops.rms_norm import has_kernels
 from rmsnorm.rewrite.plan import Plan
 from rmsnorm.rewrite.swap import plan_of
 
@@ -141,7 +142,7 @@ def test_a_gate_is_found_and_swapped(arguments: dict[str, Any], spec: NormSpec |
     entry = patch(norm).swapped[0]
     assert entry.spec == found
     assert not entry.bit_identical  # whatever the probes gave
-    assert entry.training
+    assert entry.training is has_kernels
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         own, norm = own.to(dtype), norm.to(dtype)
         x, gate = inputs(dtype)
@@ -155,7 +156,9 @@ def test_a_gate_is_found_and_swapped(arguments: dict[str, Any], spec: NormSpec |
     for a, b in zip(gradients(own), gradients(norm), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     ran = operations(lambda: gradients(norm))
-    assert ran == {"rmsnorm::gated_rms_norm_fwd", "rmsnorm::gated_rms_norm_bwd"}
+    # Without the kernels a gradient takes the module's own code.
+    trained = {"rmsnorm::gated_rms_norm_fwd", "rmsnorm::gated_rms_norm_bwd"}
+    assert ran == (trained if has_kernels else set())
     assert unpatch(norm) == 1
     x, gate = inputs()
     assert torch.equal(norm(x, gate), own(x, gate))
@@ -271,6 +274,7 @@ def test_an_input_that_is_written_into_is_left() -> None:
     assert "writes into its input" in report.left[0].reason
 
 
+@pytest.mark.skipif(not has_kernels, reason="without the kernels no gradient is asked for")
 def test_a_gradient_that_stops_at_the_gate_is_the_modules_own() -> None:
     class Stops(Gated):
         def forward(self, row: Tensor, z: Tensor | None = None) -> Tensor:
@@ -292,7 +296,7 @@ def test_a_weight_inside_the_mean_square(offset: float, dtype: torch.dtype) -> N
     report = patch(norm)
     entry = report.swapped[0]
     assert entry.bit_identical
-    assert entry.training
+    assert entry.training is has_kernels
     assert entry.weight_inside
     assert entry.convention == "olmo2 of the weighted row"
     assert report.parameter_names() == ["weight"]
@@ -357,7 +361,7 @@ def test_whole_models(name: str, dtype: torch.dtype) -> None:
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert float((after - before).float().norm() / before.float().norm()) < limit
     ran = operations(lambda: model(tokens, labels=tokens).loss.backward())
-    assert "rmsnorm::gated_rms_norm_bwd" in ran
+    assert ("rmsnorm::gated_rms_norm_bwd" in ran) is has_kernels
     assert unpatch(model) == len(report.swapped)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, before)
