@@ -252,8 +252,8 @@ def test_inspect_a_failed_proof_exits_with_1(
 ) -> None:
     import rmsnorm.rewrite.inspect as inspect_module
 
-    def patch_wrongly(twin: Any) -> Any:
-        report = rmsnorm.patch(twin)
+    def patch_wrongly(twin: Any, **options: Any) -> Any:
+        report = rmsnorm.patch(twin, **options)
         twin.model.norm.variance_epsilon = 1.0
         return report
 
