@@ -35,7 +35,7 @@ from rmsnorm.rewrite.probe import (
 )
 from rmsnorm.rewrite.report import Block
 from rmsnorm.rewrite.stream import PLAN, SHAPES, SLOT, Course, Slot, Stream, plain
-from rmsnorm.rewrite.swap import Swapped, plan_of, rebase
+from rmsnorm.rewrite.swap import Swapped, plan_of, rebase, reduces_to
 
 _COURSE = "_rmsnorm_course"
 _BLOCK = "block"  # the name of the traced block in the module that calls it
@@ -755,21 +755,13 @@ def _joined_class(original: type[nn.Module]) -> type[nn.Module]:
                     return plain(result)
         return original.forward(self, *args, **kwargs)
 
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
-        if isinstance(reduced, tuple) and getattr(reduced[0], "__name__", "") == "__newobj__":
-            cls, *arguments = reduced[1]
-            if cls is type(self):
-                return (_remake, (original, *arguments), *reduced[2:])
-        return reduced
-
     forward.__qualname__ = f"{original.__qualname__}.forward"
     forward.__doc__ = original.forward.__doc__
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "__reduce_ex__": reduce_ex,
+        "__reduce_ex__": reduces_to(original, _remake),
         "_rmsnorm_original": original,
         "forward": forward,
     }

@@ -8,6 +8,7 @@ computes with its own weight, and a pickle names the original class and is swapp
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -175,14 +176,6 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         note = "changed since patch(), own code" if plan is None else str(plan)
         return f"{inner}, rmsnorm: {note}" if inner else f"rmsnorm: {note}"
 
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
-        if isinstance(reduced, tuple) and getattr(reduced[0], "__name__", "") == "__newobj__":
-            cls, *arguments = reduced[1]
-            if cls is type(self):
-                return (_remake, (original, *arguments), *reduced[2:])
-        return reduced
-
     forward.__qualname__ = f"{original.__qualname__}.forward"
     forward.__doc__ = original.forward.__doc__
     namespace = {
@@ -194,7 +187,7 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         "register_parameter": register_parameter,
         "register_buffer": register_buffer,
         "add_module": add_module,
-        "__reduce_ex__": reduce_ex,
+        "__reduce_ex__": reduces_to(original, _remake),
         "_rmsnorm_original": original,
         SLOT: None,  # most have none
         "extra_repr": extra_repr,
@@ -207,6 +200,25 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     made.__bases__ = (original, Swapped)
     _classes[original] = made
     return made
+
+
+def reduces_to(original: type[nn.Module], remake: Callable[..., nn.Module]) -> Any:
+    """``__reduce_ex__`` of a class derived from ``original``, which pickle cannot find by its name.
+
+    Args:
+        original: what pickle names instead.
+        remake: makes an empty instance, from ``original`` and the arguments of its ``__new__``.
+    """
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, max(int(protocol), 2))
+        if isinstance(reduced, tuple) and getattr(reduced[0], "__name__", "") == "__newobj__":
+            cls, *arguments = reduced[1]
+            if cls is type(self):
+                return (remake, (original, *arguments), *reduced[2:])
+        return reduced
+
+    return reduce_ex
 
 
 def _remake(original: type[nn.Module], *arguments: Any) -> nn.Module:
