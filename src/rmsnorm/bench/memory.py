@@ -17,7 +17,6 @@ what is judged where the system does not tell.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -39,6 +38,7 @@ import rmsnorm
 from rmsnorm.bench.grid import Cell
 from rmsnorm.bench.limit import Memory
 from rmsnorm.bench.peers import Compiler, train_candidates
+from rmsnorm.libc import c_function
 from rmsnorm.progress import Say
 
 CELL = Cell("train", 4096, 4096, "bfloat16")
@@ -196,23 +196,18 @@ def _high_water_mark() -> int:
 
 def _give_back_free_memory() -> None:
     gc.collect()
-    trim = _c_function("malloc_trim")
+    trim = c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def _prepare_process() -> None:
-    prctl, mallopt = _c_function("prctl"), _c_function("mallopt")
+    prctl, mallopt = c_function("prctl"), c_function("mallopt")
     if prctl is not None:
         prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if mallopt is not None:
         # glibc raises this by itself as blocks are freed, and then keeps them.
         mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_FROM)
-
-
-def _c_function(name: str) -> Callable[..., int] | None:
-    """A function of the C library, where that is Linux's and has it."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def _main(name: str, rows: str, d: str, dtype: str, threads: str) -> None:

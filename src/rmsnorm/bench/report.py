@@ -7,14 +7,16 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rmsnorm.bench.grid import SPECS, Kind, peers_of
 from rmsnorm.bench.memory import Usage
 from rmsnorm.bench.run import Comparison, Result
-from rmsnorm.lm.step import StepTimes
+
+if TYPE_CHECKING:  # a report without steps needs no language model
+    from rmsnorm.lm.step import StepTimes
 
 SCHEMA = 1
 FORWARD_COLUMNS = (

@@ -201,7 +201,6 @@ def _run(
     from rmsnorm.bench.memory import NAMES, MeasurementError, measure_memory
     from rmsnorm.bench.peers import Compiler
     from rmsnorm.bench.run import FULL, QUICK, Bench, WrongResultError, run
-    from rmsnorm.lm.step import QUICK_WORKLOADS, WORKLOADS, measure_steps
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -239,6 +238,8 @@ def _run(
                 compile_ahead(cells, say)
             results = run(cells, timer.time_cell, policy, lambda result: progress.advance(task))
             if "step" in others:
+                from rmsnorm.lm.step import QUICK_WORKLOADS, WORKLOADS, measure_steps
+
                 steps = measure_steps(QUICK_WORKLOADS if quick else WORKLOADS, compiled, say)
         except (WrongResultError, MeasurementError) as error:
             raise click.ClickException(str(error)) from None

@@ -7,8 +7,6 @@ step without; that part of it is gone which ours do not take.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.libc import c_function
 from rmsnorm.lm.config import preset
 from rmsnorm.lm.model import MindForCausalLM
 from rmsnorm.modules import RMSNorm
@@ -245,8 +244,8 @@ def _keep_memory() -> None:
     Else larger tensors are given back to the system and their pages are touched for the first time
     in every step; how often depends on what else lies on the heap, and takes longer than the norms.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
+    mallopt = c_function("mallopt")
+    if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
