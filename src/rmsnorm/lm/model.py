@@ -299,7 +299,7 @@ class MindForCausalLM(nn.Module):
             TypeError: input_ids that are not integers.
         """
         self._check(input_ids, labels, attention_mask, cache, past_key_values)
-        self._check_choices(input_ids, labels, position_ids, logits_to_keep)
+        _check_arguments(input_ids, labels, position_ids, logits_to_keep)
         batch, sequence = input_ids.shape
         layers = len(self.model.layers)
         past = _past_length(cache, past_key_values)
@@ -367,29 +367,29 @@ class MindForCausalLM(nn.Module):
                     "which is (batch, past + sequence)"
                 )
 
-    def _check_choices(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None,
-        position_ids: Tensor | None,
-        logits_to_keep: int,
-    ) -> None:
-        batch, sequence = input_ids.shape
-        if logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep is {logits_to_keep}; expected at least 0")
-        if labels is not None:
-            if logits_to_keep:
-                raise ValueError("labels and logits_to_keep were both given; expected one of them")
-            if labels.dtype != torch.int64:
-                raise TypeError(f"labels is {labels.dtype}; expected torch.int64")
-        if position_ids is not None and tuple(position_ids.shape) not in (
-            (batch, sequence),
-            (1, sequence),
-        ):
-            raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)}; expected {(batch, sequence)} "
-                f"or {(1, sequence)}"
-            )
+
+def _check_arguments(
+    input_ids: Tensor,
+    labels: Tensor | None,
+    position_ids: Tensor | None,
+    logits_to_keep: int,
+) -> None:
+    batch, sequence = input_ids.shape
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep is {logits_to_keep}; expected at least 0")
+    if labels is not None:
+        if logits_to_keep:
+            raise ValueError("labels and logits_to_keep were both given; expected one of them")
+        if labels.dtype != torch.int64:
+            raise TypeError(f"labels is {labels.dtype}; expected torch.int64")
+    if position_ids is not None and tuple(position_ids.shape) not in (
+        (batch, sequence),
+        (1, sequence),
+    ):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}; expected {(batch, sequence)} "
+            f"or {(1, sequence)}"
+        )
 
 
 def _past_length(cache: KVCache | None, past_key_values: Sequence[KeysAndValues] | None) -> int:

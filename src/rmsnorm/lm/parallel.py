@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from rmsnorm.lm import checkpoint
 from rmsnorm.lm.block import MindBlock
 from rmsnorm.lm.checkpoint import CheckpointError
+from rmsnorm.lm.config import PARALLEL_CHOICES
 from rmsnorm.lm.model import MindForCausalLM
-
-KINDS = ("none", "ddp", "fsdp", "tp")
 
 _EXTRA = "extra.json"
 
@@ -45,7 +44,7 @@ class Parallel:
     """The ranks of a run and how they share the work; made by :meth:`start`.
 
     Attributes:
-        kind: one of :data:`KINDS`.
+        kind: one of :data:`rmsnorm.lm.config.PARALLEL_CHOICES`.
         rank: of this process.
         world: the number of processes.
         data_rank: which part of the batch this process reads.
@@ -69,7 +68,7 @@ class Parallel:
         """Join the other processes, which ``torchrun`` has told each other's addresses.
 
         Args:
-            kind: one of :data:`KINDS`.
+            kind: one of :data:`rmsnorm.lm.config.PARALLEL_CHOICES`.
             model_parallel: with ``tp``, how many ranks share one copy of the model; all of them if
                 ``None``.
 
@@ -83,8 +82,10 @@ class Parallel:
             (1, True, tensor(3.))
             >>> parallel.stop()
         """
-        if kind not in KINDS:
-            raise ParallelError(f"parallel is {kind!r}; expected one of {', '.join(KINDS)}")
+        if kind not in PARALLEL_CHOICES:
+            raise ParallelError(
+                f"parallel is {kind!r}; expected one of {', '.join(PARALLEL_CHOICES)}"
+            )
         joined = dist.is_available() and dist.is_initialized()
         told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
         world = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"]) if told else 1

@@ -196,8 +196,9 @@ class _CutRows:
     or cancel, need no second look.
     """
 
-    def __init__(self, layout: _Layout, compute: torch.dtype, spec: NormSpec, x: Tensor) -> None:
-        self.layout, self.compute, self.groups = layout, compute, spec.groups
+    def __init__(self, layout: _Layout, spec: NormSpec, x: Tensor) -> None:
+        self.layout, self.groups = layout, spec.groups
+        self.compute = composite.compute_dtype(x.dtype, spec)
         d = math.prod(layout.shape[layout.lead :])
         self.width = spec.width(d)
         self.group_size = d // spec.groups
@@ -326,7 +327,7 @@ def _rms_norm_fwd(
     if local is not None:
         y, rstd = norm.op_fwd(row, w, b, eps, local.encode(), ndim)
     else:
-        cut = _CutRows(layout, composite.compute_dtype(x.dtype, decoded), decoded, row)
+        cut = _CutRows(layout, decoded, row)
         y, rstd = composite.rms_norm_with_rstd(
             row, w, b, eps, _uncut(decoded), ndim, x.dtype, cut.normalise
         )
@@ -403,7 +404,7 @@ def _rms_norm_bwd(
         factor = layout.rstd(rstd, whole)
         found = norm.op_bwd(incoming, row, w, factor, past, eps, local.encode(), ndim, *needs)
     else:
-        cut = _CutRows(layout, composite.compute_dtype(x.dtype, decoded), decoded, row)
+        cut = _CutRows(layout, decoded, row)
         found = composite.rms_norm_backward(
             incoming, row, w, eps, _uncut(decoded), ndim, past, needs, 0, cut.linearise
         )
@@ -429,7 +430,7 @@ def _add_rms_norm_fwd(
         y, h, rstd = add.op_fwd(branch, stream, w, eps, local.encode(), ndim, alpha, residual_dtype)
     else:
         h = composite.add_scaled(branch, stream, alpha, residual_dtype)
-        cut = _CutRows(layout, composite.compute_dtype(h.dtype, decoded), decoded, h)
+        cut = _CutRows(layout, decoded, h)
         y, rstd = composite.rms_norm_with_rstd(
             h, w, None, eps, _uncut(decoded), ndim, x.dtype, cut.normalise
         )
@@ -500,7 +501,7 @@ def _gated_rms_norm_fwd(
     if local is not None:
         y, rstd = gated.op_fwd(row, beside, w, eps, local.encode())
     else:
-        cut = _CutRows(layout, composite.compute_dtype(x.dtype, decoded), decoded, row)
+        cut = _CutRows(layout, decoded, row)
         y, rstd = gated_composite.gated_rms_norm_with_rstd(
             row, beside, w, eps, _uncut(decoded), cut.normalise
         )
@@ -548,7 +549,7 @@ def _gated_rms_norm_bwd(
         factor = layout.rstd(rstd, whole)
         found = gated.op_bwd(incoming, row, beside, w, factor, eps, local.encode(), *needs)
     else:
-        cut = _CutRows(layout, composite.compute_dtype(x.dtype, decoded), decoded, row)
+        cut = _CutRows(layout, decoded, row)
         found = gated_composite.gated_rms_norm_backward(
             incoming, row, beside, w, eps, _uncut(decoded), needs, 0, cut.linearise
         )
