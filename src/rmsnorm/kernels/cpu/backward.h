@@ -31,6 +31,10 @@ namespace {
 
 constexpr int kTileRows = 4;  // rows taken together, so that the sums over rows are loaded once
 constexpr std::int64_t kTileBytes = std::int64_t{256} << 10;  // of x and dy: they stay in a cache
+// Rows this far apart, or a multiple of it, have the same few places in a first-level cache of 4096
+// bytes a way. With x, dy and dx of four of them it would hold less than is read and written at
+// once.
+constexpr std::int64_t kSamePlaces = 2048;
 
 // Where element i of a part of `count` elements lies in the order of the loops. In split order the
 // even elements of each pair of registers come before the odd ones.
@@ -565,15 +569,19 @@ template <class Vec, class X, class DY>
 class DirectRows {
   using T = typename Vec::Scalar;
   static constexpr bool kSplit = kSplitPair<X, DY>;
+  // Of wide elements a row takes so long that what is loaded once for several is not missed.
+  static constexpr int kMostRows = sizeof(X) == 2 ? kTileRows : 1;
 
  public:
   DirectRows(const BackwardCall& call, const Scratch<T>&)
       : call_(call),
         part_(call.d / call.groups),
         one_(pick_tile<Vec, X, DY, 1>(call.dx, call.dweight, call.dresidual.data)),
-        several_(pick_tile<Vec, X, DY, kTileRows>(call.dx, call.dweight, call.dresidual.data)) {
+        several_(pick_tile<Vec, X, DY, kMostRows>(call.dx, call.dweight, call.dresidual.data)) {
     const std::int64_t row_bytes = part_ * static_cast<std::int64_t>(sizeof(X) + sizeof(DY));
-    tile_rows_ = kTileRows * row_bytes <= kTileBytes ? kTileRows : 1;
+    const bool fits = kMostRows * row_bytes <= kTileBytes;
+    const bool spread = call.d * static_cast<std::int64_t>(sizeof(X)) % kSamePlaces != 0;
+    tile_rows_ = fits && spread ? kMostRows : 1;
   }
 
   // Rows [begin, end) of a chunk; the cursors stand at `begin`, and at `end` afterwards.
