@@ -9,12 +9,16 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from rmsnorm.ops import add_rms_norm as add_operation
 from rmsnorm.ops import gated_rms_norm as gated_operation
 from rmsnorm.ops import rms_norm as operation
+from rmsnorm.ops.direct import entry
 from rmsnorm.ops.route import as_shape
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
+
+_direct = None if entry is None else entry.rms_norm
 
 
 class _Norm(nn.Module):
@@ -129,11 +133,23 @@ class RMSNorm(_Norm):
         """
         # `self.weight` would search the class and __getattr__ first.
         weight = self._parameters.get("weight")
+        ndim = len(self.normalized_shape)
+        if (
+            _direct is not None
+            and residual is None
+            and weight is not None
+            and not is_dynamo_compiling()
+        ):
+            found = _direct(x, weight, self.eps, self.spec, ndim)
+            if found is True:
+                return operation.forward_plain(x, weight, self.eps, self.spec, ndim)
+            if found is not None:
+                y: Tensor = found
+                return y
         if weight is None:
             weight = self.weight  # a parametrization, or None
         if weight is None:  # otherwise the operation compares x with the weight
             operation.count_dimensions(x, self.normalized_shape)
-        ndim = len(self.normalized_shape)
         if residual is not None:
             operation.check_is_tensor("residual", residual)
             # Under autocast a sublayer's result is narrower than the stream.

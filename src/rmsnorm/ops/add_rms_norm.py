@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rmsnorm.ops import composite
 from rmsnorm.ops import rms_norm as norm
 from rmsnorm.ops.composite import output_dtype
+from rmsnorm.ops.direct import entry
 from rmsnorm.ops.library import distinct, first_of, to_front
 from rmsnorm.ops.library import library as _library
 from rmsnorm.ops.transforms import (
     has_memory,
     needs_composite,
     needs_gradient,
+    plain_apply,
     refuse_forward_mode,
     was_forward_mode_refused,
 )
@@ -169,7 +172,14 @@ class _AddRMSNorm(torch.autograd.Function):
         eps, spec, ndim = settings
         y: Tensor
         h: Tensor
-        y, h, rstd = op_fwd(x, residual, weight, eps, spec.encode(), ndim, alpha, residual_dtype)
+        found = None
+        simple = alpha == 1.0 and residual_dtype is None
+        if simple and entry is not None and not is_dynamo_compiling():
+            found = entry.forward(x, residual, weight, eps, spec, ndim)
+        if found is None:
+            options = (eps, spec.encode(), ndim, alpha, residual_dtype)
+            found = op_fwd(x, residual, weight, *options)
+        y, h, rstd = found
         ctx.save_for_backward(h, weight, rstd)
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.alpha = settings, alpha
@@ -200,6 +210,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 _apply: Callable[..., Any] = _AddRMSNorm.apply
+_apply_plain = plain_apply(_AddRMSNorm)
 
 
 def _vmap(
@@ -457,13 +468,21 @@ def forward(
 
     Raises: as :func:`rmsnorm.add_rms_norm`.
     """
+    results: tuple[Tensor, Tensor]
+    simple = type(alpha) is float and alpha == 1.0 and residual_dtype is None and not inplace
+    if simple and entry is not None and not is_dynamo_compiling():
+        found = entry.add_rms_norm(x, residual, weight, eps, spec, ndim)
+        if found is not None and found is not True:
+            results = found
+            return results
+    else:
+        found = None
     try:
-        composed = needs_composite(x, residual, weight)
-        differentiated = needs_gradient(x, residual, weight)
+        composed = found is None and needs_composite(x, residual, weight)
+        differentiated = found is True or needs_gradient(x, residual, weight)
     except AttributeError:  # what has no requires_grad is no tensor
         _check_are_tensors(x, residual, weight)
         raise
-    results: tuple[Tensor, Tensor]
     try:
         if type(alpha) is not float:
             alpha = check_alpha(alpha)
@@ -481,6 +500,8 @@ def forward(
                 differentiated,
             )
             results = x, residual
+        elif found is True:
+            results = _apply_plain(x, residual, weight, (eps, spec, ndim), alpha, None)
         elif composed or (differentiated and not norm.kernels_differentiate(x)):
             results = _composed(x, residual, weight, eps, spec, ndim, alpha, residual_dtype)
         elif differentiated:

@@ -48,9 +48,16 @@ def _kernels() -> ctypes.CDLL | None:
         ) from error
     library.rmsnorm_cpu_isa.restype = ctypes.c_char_p
     library.rmsnorm_isa_error.restype = ctypes.c_char_p
+    library.rmsnorm_direct.restype = ctypes.c_void_p
     if library.rmsnorm_cpu_isa() is None:
         raise ImportError(library.rmsnorm_isa_error().decode())
     return library
+
+
+def direct_table() -> int:
+    """The address of what the direct call needs of the kernels; 0 without them."""
+    library = _kernels()
+    return 0 if library is None else library.rmsnorm_direct() or 0
 
 
 def cpu_isa() -> str | None:

@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rmsnorm.ops import composite, extension
 from rmsnorm.ops.composite import compute_dtype, output_dtype
+from rmsnorm.ops.direct import entry
 from rmsnorm.ops.library import bumps_version, distinct, first_of, or_nothing, to_front
 from rmsnorm.ops.library import library as _library
 from rmsnorm.ops.transforms import (
     is_distributed,
     needs_composite,
     needs_gradient,
+    plain_apply,
     refuse_forward_mode,
     was_forward_mode_refused,
 )
@@ -222,7 +225,13 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Tensor:
         eps, spec, ndim = settings
         y: Tensor
-        y, rstd = op_fwd(x, weight, bias, eps, spec.encode(), ndim)
+        found = None
+        if entry is not None and bias is None and not is_dynamo_compiling():
+            found = entry.forward(x, None, weight, eps, spec, ndim)
+        if found is not None:
+            y, _, rstd = found
+        else:
+            y, rstd = op_fwd(x, weight, bias, eps, spec.encode(), ndim)
         ctx.save_for_backward(x, weight, rstd)
         ctx.settings = settings
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -239,6 +248,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 _apply: Callable[..., Any] = _RMSNorm.apply
+_apply_plain = plain_apply(_RMSNorm)
 
 
 def kernels_differentiate(x: Tensor) -> bool:
@@ -277,6 +287,13 @@ def gradients(
         needs: for dx, dweight and dbias.
     """
     eps, spec, ndim = settings
+    need_dx, need_dweight, need_dbias = needs
+    if entry is not None and not need_dbias and not is_dynamo_compiling():
+        pair = entry.backward(
+            dy, x, weight, rstd, dresidual, eps, spec, ndim, need_dx, need_dweight
+        )
+        if pair is not None:
+            return pair[0], pair[1], None
     tensors = (dy, x, weight, rstd, dresidual)
     found = kernel_gradients(op_bwd, tensors, (eps, spec.encode(), ndim), needs)
     if found is not None:
@@ -568,6 +585,14 @@ def forward(
 
     Raises: as :func:`rmsnorm.rms_norm`.
     """
+    result: Tensor
+    if entry is not None and bias is None and out is None and not is_dynamo_compiling():
+        found = entry.rms_norm(x, weight, eps, spec, ndim)
+        if found is True:
+            return forward_plain(x, weight, eps, spec, ndim)
+        if found is not None:
+            result = found
+            return result
     try:
         composed = needs_composite(x, weight, bias)
         differentiated = needs_gradient(x, weight, bias)
@@ -586,7 +611,6 @@ def forward(
         check(x, weight, bias, eps, spec, ndim)
         return composite.rms_norm(x, weight, bias, eps, spec, ndim)
     try:
-        result: Tensor
         if differentiated:
             eps = None if eps is None else check_eps(eps)
             weight, bias = distinct(weight, x), distinct(bias, x, weight)
@@ -602,17 +626,47 @@ def forward(
                 raise RuntimeError("out is an inference tensor: only inference mode may change it")
             result = op_out(x, weight, bias, eps, spec.encode(), ndim, out=out)
         return result
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        # The checks cost as much as a small call, so they run only once something is wrong: they
-        # raise the same complaint with the type of error that Python users expect.
-        _check_are_tensors(x, weight, bias)
-        check(x, weight, bias, eps, spec, ndim)
-        if out is not None:
-            check_out(out, x, weight, spec)
-        if not was_forward_mode_refused(error):
-            raise
-        result = composite.rms_norm(x, weight, bias, eps, spec, ndim)
+    except _REFUSALS as error:
+        result = _refused(error, x, weight, bias, eps, spec, ndim, out)
         return result if out is None else out.copy_(result)
+
+
+def forward_plain(
+    x: Tensor, weight: Tensor | None, eps: float | None, spec: NormSpec, ndim: int
+) -> Tensor:
+    """:func:`forward` of a call that ``entry`` declined for the gradient alone."""
+    try:
+        y: Tensor = _apply_plain(x, weight, None, (eps, spec, ndim))
+        return y
+    except _REFUSALS as error:
+        return _refused(error, x, weight, None, eps, spec, ndim)
+
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError)
+
+
+def _refused(
+    error: Exception,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+    ndim: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Complain about a call that an operation refused, or compute it where the call is right.
+
+    The checks cost as much as a small call, so they run only once something is wrong: they raise
+    the same complaint with the type of error that Python users expect.
+    """
+    _check_are_tensors(x, weight, bias)
+    check(x, weight, bias, eps, spec, ndim)
+    if out is not None:
+        check_out(out, x, weight, spec)
+    if not was_forward_mode_refused(error):
+        raise error
+    return composite.rms_norm(x, weight, bias, eps, spec, ndim)
 
 
 def _check_are_tensors(x: object, weight: object, bias: object) -> None:

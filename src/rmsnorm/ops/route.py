@@ -102,6 +102,16 @@ def rms_norm(
         >>> rms_norm([3.0, 4.0], [1.0, 1.0])  # doctest: +ELLIPSIS
         [0.848528..., 1.131370...]
     """
+    if _direct is not None and bias is None and normalized_shape is None and not _in_dynamo():
+        if out is not None:
+            y = _direct(x, weight, eps, spec, 0, out)
+        else:
+            y = _direct(x, weight, eps, spec, 0)
+            if y is True:
+                ndim = 1 if weight is None else weight.ndim or 1
+                return _imported.rms_norm.forward_plain(x, weight, eps, as_spec(spec), ndim)
+        if y is not None and y is not True:
+            return y
     resolved = as_spec(spec)
     if resolved.gate is not None:
         raise ValueError(
@@ -248,15 +258,22 @@ def gated_rms_norm(
 
 
 _imported: Any = None
+_direct: Any = None  # see rmsnorm.ops.direct
+_in_dynamo: Any = None
 
 
 def operations() -> Any:
     """The package of the operations, which need torch, imported at the first tensor."""
     # No functools.cache: torch.compile warns that it looks through one.
-    global _imported
+    global _imported, _direct, _in_dynamo
     if _imported is None:
         from rmsnorm import ops
-        from rmsnorm.ops import add_rms_norm, gated_rms_norm, rms_norm  # noqa: F401
+        from rmsnorm.ops import add_rms_norm, direct, gated_rms_norm, rms_norm  # noqa: F401
+
+        if direct.entry is not None:
+            from torch.compiler import is_dynamo_compiling
+
+            _direct, _in_dynamo = direct.entry.rms_norm, is_dynamo_compiling
 
         if "torch.distributed.tensor" in sys.modules:
             from rmsnorm.ops import sharding

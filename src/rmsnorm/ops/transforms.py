@@ -189,6 +189,16 @@ def has_memory(x: Tensor) -> bool:
     )
 
 
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for plain tensors outside of ``torch.func``.
+
+    It leaves out what ``Function.apply`` does beforehand, which takes longer than a short norm: to
+    look for a ``setup_context``, for transforms, and for tensors that outlived theirs.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def with_versions(function: Callable[..., _T], *args: Any) -> _T:
     """``function(*args)`` without gradients, its new tensors counting how often they are changed.
 

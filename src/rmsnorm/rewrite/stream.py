@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops import add_rms_norm as operation
+from rmsnorm.ops.direct import entry
 from rmsnorm.ops.transforms import in_autocast, needs_gradient, with_versions
 
 if TYPE_CHECKING:
@@ -226,10 +227,14 @@ def _both(
     h: Tensor, branch: Tensor, weight: Tensor | None, eps: float | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """The norm of the sum, and the sum, where no gradient is needed."""
+    found: tuple[Tensor, Tensor]
+    if entry is not None and not torch.compiler.is_dynamo_compiling():
+        direct = entry.add_rms_norm(branch, h, weight, eps, plan.spec, plan.ndim)
+        if direct is not None and direct is not True:
+            found = direct
+            return found
     try:
-        found: tuple[Tensor, Tensor] = operation.op(
-            branch, h, weight, eps, plan.spec.encode(), plan.ndim
-        )
+        found = operation.op(branch, h, weight, eps, plan.spec.encode(), plan.ndim)
     except RuntimeError:  # another thread has opened a level of forward mode
         return operation.forward(branch, h, weight, eps, plan.spec, plan.ndim)
     return found

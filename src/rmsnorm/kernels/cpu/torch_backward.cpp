@@ -15,13 +15,14 @@ constexpr std::int64_t kSumGrain = std::int64_t{1} << 18;
 // More blocks would serve more threads, and cost more memory: each has a row of sums.
 constexpr std::int64_t kMostBlocks = 48;
 
+// What every backward operation is given; the tensors are the caller's.
 struct Arguments {
-  Owned dy;
-  Owned x;
-  Owned gate;
-  Owned weight;
-  Owned rstd;
-  Owned dresidual;
+  AtenTensorHandle dy = nullptr;
+  AtenTensorHandle x = nullptr;
+  AtenTensorHandle gate = nullptr;
+  AtenTensorHandle weight = nullptr;
+  AtenTensorHandle rstd = nullptr;
+  AtenTensorHandle dresidual = nullptr;
   std::optional<double> eps;
   std::int64_t ndim = 1;
   const Spec* spec = nullptr;
@@ -31,18 +32,13 @@ struct Arguments {
   bool need_dbias = false;
 };
 
+// Null: not asked for.
 struct Gradients {
   Owned dx;
   Owned dgate;
   Owned dweight;
   Owned dbias;
 };
-
-// What was not asked for.
-Owned nothing(DType type) {
-  std::int64_t none = 0;
-  return empty_of(type, 1, &none);
-}
 
 // A tensor of x's shape, as the kernels read it; holds the copy that a strange layout needs.
 class RowsOf {
@@ -74,28 +70,35 @@ bool reads_in_place(const BackwardCall& call) {
 class Backward {
  public:
   explicit Backward(const Arguments& arguments)
-      : arguments_(arguments), x_(arguments.x.get(), "x"), dy_(arguments.dy.get(), "dy") {
+      : arguments_(arguments), x_(arguments.x, "x"), dy_(arguments.dy, "dy") {
     STD_TORCH_CHECK(isa_ != nullptr, "rmsnorm: ", isa_error());
     const Spec& spec = *arguments.spec;
     const bool keeps_double = x_.type == DType::f64 && spec.accumulate_input;
     call_.compute = keeps_double ? DType::f64 : DType::f32;
     call_.rows = describe_norm(spec, arguments.eps, x_, arguments.ndim, call_);
     check_like_x(dy_, "dy", x_);
-    if (arguments.weight) weight_.emplace(arguments.weight.get(), "weight", x_, arguments.ndim);
+    if (arguments.weight) weight_.emplace(arguments.weight, "weight", x_, arguments.ndim);
     if (arguments.gate) {
       STD_TORCH_CHECK(spec.gate != Gate::none, "rmsnorm: the spec has no gate");
-      gate_.emplace(arguments.gate.get(), "gate");
+      gate_.emplace(arguments.gate, "gate");
       check_like_x(*gate_, "gate", x_);
     }
     if (arguments.dresidual) {
-      dresidual_.emplace(arguments.dresidual.get(), "dresidual");
+      dresidual_.emplace(arguments.dresidual, "dresidual");
       check_like_x(*dresidual_, "dresidual", x_);
     }
     has_dweight_ = arguments.need_dweight && weight_;
   }
 
+  // What an operation returns in the place of a gradient: (0,) where it was not asked for.
+  Owned& or_nothing(Owned& gradient) const {
+    std::int64_t none = 0;
+    if (!gradient) gradient = empty_of(x_.type, 1, &none);
+    return gradient;
+  }
+
   Gradients run() {
-    const View rstd(arguments_.rstd.get(), "rstd");
+    const View rstd(arguments_.rstd, "rstd");
     check_rstd(rstd);
     Gradients result = new_gradients();
     if (call_.rows == 0 || call_.d == 0) {
@@ -141,16 +144,11 @@ class Backward {
 
   Gradients new_gradients() const {
     std::int64_t* row_size = x_.size + (x_.rank - arguments_.ndim);
-    const auto like_row = [&](bool wanted, DType type) {
-      return wanted ? empty_of(type, arguments_.ndim, row_size) : nothing(x_.type);
-    };
     Gradients result;
-    result.dx = arguments_.need_dx ? empty_contiguous(x_, x_.type) : nothing(x_.type);
-    if (gate_) {
-      result.dgate = arguments_.need_dgate ? empty_contiguous(x_, gate_->type) : nothing(x_.type);
-    }
-    result.dweight = like_row(has_dweight_, weight_ ? weight_->type() : x_.type);
-    result.dbias = like_row(arguments_.need_dbias, call_.compute);
+    if (arguments_.need_dx) result.dx = empty_contiguous(x_, x_.type);
+    if (arguments_.need_dgate) result.dgate = empty_contiguous(x_, gate_->type);
+    if (has_dweight_) result.dweight = empty_of(weight_->type(), arguments_.ndim, row_size);
+    if (arguments_.need_dbias) result.dbias = empty_of(call_.compute, arguments_.ndim, row_size);
     return result;
   }
 
@@ -232,56 +230,100 @@ class Backward {
 };
 
 // Below, every argument is owned before anything can throw.
-struct NormArguments : Arguments {
-  explicit NormArguments(StableIValue* stack) {
-    dy.reset(to<AtenTensorHandle>(stack[0]));
-    x.reset(to<AtenTensorHandle>(stack[1]));
-    weight = take_optional(stack[2]);
-    rstd.reset(to<AtenTensorHandle>(stack[3]));
-    dresidual = take_optional(stack[4]);
-    eps = to<std::optional<double>>(stack[5]);
-    ndim = to<std::int64_t>(stack[7]);
-    need_dx = to<bool>(stack[8]);
-    need_dweight = to<bool>(stack[9]);
-    need_dbias = to<bool>(stack[10]);
-    spec = &take_spec(stack[6]);
+struct NormArguments {
+  Owned dy;
+  Owned x;
+  Owned weight;
+  Owned rstd;
+  Owned dresidual;
+  Arguments common;
+
+  explicit NormArguments(StableIValue* stack)
+      : dy(to<AtenTensorHandle>(stack[0])),
+        x(to<AtenTensorHandle>(stack[1])),
+        weight(take_optional(stack[2])),
+        rstd(to<AtenTensorHandle>(stack[3])),
+        dresidual(take_optional(stack[4])) {
+    common.dy = dy.get();
+    common.x = x.get();
+    common.weight = weight.get();
+    common.rstd = rstd.get();
+    common.dresidual = dresidual.get();
+    common.eps = to<std::optional<double>>(stack[5]);
+    common.ndim = to<std::int64_t>(stack[7]);
+    common.need_dx = to<bool>(stack[8]);
+    common.need_dweight = to<bool>(stack[9]);
+    common.need_dbias = to<bool>(stack[10]);
+    common.spec = &take_spec(stack[6]);
     refuse_forward_mode("rms_norm");
   }
 };
 
 void rms_norm_bwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const NormArguments arguments(stack);
-  Gradients gradients = Backward(arguments).run();
-  give(stack[0], gradients.dx);
-  give(stack[1], gradients.dweight);
-  give(stack[2], gradients.dbias);
+  Backward backward(arguments.common);
+  Gradients gradients = backward.run();
+  give(stack[0], backward.or_nothing(gradients.dx));
+  give(stack[1], backward.or_nothing(gradients.dweight));
+  give(stack[2], backward.or_nothing(gradients.dbias));
 }
 
-struct GatedArguments : Arguments {
-  explicit GatedArguments(StableIValue* stack) {
-    dy.reset(to<AtenTensorHandle>(stack[0]));
-    x.reset(to<AtenTensorHandle>(stack[1]));
-    gate.reset(to<AtenTensorHandle>(stack[2]));
-    weight = take_optional(stack[3]);
-    rstd.reset(to<AtenTensorHandle>(stack[4]));
-    eps = to<std::optional<double>>(stack[5]);
-    need_dx = to<bool>(stack[7]);
-    need_dgate = to<bool>(stack[8]);
-    need_dweight = to<bool>(stack[9]);
-    spec = &take_spec(stack[6]);
+struct GatedArguments {
+  Owned dy;
+  Owned x;
+  Owned gate;
+  Owned weight;
+  Owned rstd;
+  Arguments common;
+
+  explicit GatedArguments(StableIValue* stack)
+      : dy(to<AtenTensorHandle>(stack[0])),
+        x(to<AtenTensorHandle>(stack[1])),
+        gate(to<AtenTensorHandle>(stack[2])),
+        weight(take_optional(stack[3])),
+        rstd(to<AtenTensorHandle>(stack[4])) {
+    common.dy = dy.get();
+    common.x = x.get();
+    common.gate = gate.get();
+    common.weight = weight.get();
+    common.rstd = rstd.get();
+    common.eps = to<std::optional<double>>(stack[5]);
+    common.need_dx = to<bool>(stack[7]);
+    common.need_dgate = to<bool>(stack[8]);
+    common.need_dweight = to<bool>(stack[9]);
+    common.spec = &take_spec(stack[6]);
     refuse_forward_mode("gated_rms_norm");
   }
 };
 
 void gated_rms_norm_bwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const GatedArguments arguments(stack);
-  Gradients gradients = Backward(arguments).run();
-  give(stack[0], gradients.dx);
-  give(stack[1], gradients.dgate);
-  give(stack[2], gradients.dweight);
+  Backward backward(arguments.common);
+  Gradients gradients = backward.run();
+  give(stack[0], backward.or_nothing(gradients.dx));
+  give(stack[1], backward.or_nothing(gradients.dgate));
+  give(stack[2], backward.or_nothing(gradients.dweight));
 }
 
 }  // namespace
+
+bool direct_backward(const DirectBackward& call, DirectGradients& gradients) noexcept {
+  try {
+    Arguments arguments;
+    take_direct(call.norm, arguments);
+    arguments.dy = static_cast<AtenTensorHandle>(call.dy);
+    arguments.rstd = static_cast<AtenTensorHandle>(call.rstd);
+    arguments.dresidual = static_cast<AtenTensorHandle>(call.dresidual);
+    arguments.need_dx = call.need_dx;
+    arguments.need_dweight = call.need_dweight;
+    Gradients found = Backward(arguments).run();
+    gradients = {found.dx.release(), found.dweight.release()};
+    return true;
+  } catch (...) {  // torch.ops says what is wrong
+    return false;
+  }
+}
+
 }  // namespace rmsnorm
 
 STABLE_TORCH_LIBRARY_IMPL(rmsnorm, CPU, library) {

@@ -41,10 +41,10 @@ void choose_types(const Spec& spec, DType row_type, DType x_type, const DType* w
   call.bias_after_round = spec.rounding != Rounding::after_weight;
 }
 
-// What every forward operation is given.
+// What every forward operation is given; the tensors are the caller's.
 struct Arguments {
-  Owned x;
-  Owned weight;
+  AtenTensorHandle x = nullptr;
+  AtenTensorHandle weight = nullptr;
   std::optional<double> eps;
   std::int64_t ndim = 1;
   const Spec* spec = nullptr;
@@ -53,9 +53,9 @@ struct Arguments {
 // One call under way: its tensors, and the memory that it allocates.
 class Forward {
  public:
-  explicit Forward(const Arguments& arguments) : arguments_(arguments), x_(arguments.x.get(), "x") {
+  explicit Forward(const Arguments& arguments) : arguments_(arguments), x_(arguments.x, "x") {
     STD_TORCH_CHECK(isa_ != nullptr, "rmsnorm: ", isa_error());
-    if (arguments.weight) weight_.emplace(arguments.weight.get(), "weight", x_, arguments.ndim);
+    if (arguments.weight) weight_.emplace(arguments.weight, "weight", x_, arguments.ndim);
   }
 
   const Kernels& isa() const { return *isa_; }
@@ -75,8 +75,8 @@ class Forward {
   }
 
   // Another tensor of x's shape.
-  View like_x(const Owned& tensor, const char* name) const {
-    const View view(tensor.get(), name);
+  View like_x(AtenTensorHandle tensor, const char* name) const {
+    const View view(tensor, name);
     check_like_x(view, name, x_);
     return view;
   }
@@ -158,12 +158,12 @@ void check_out(const View& out, const View& x, DType y_type) {
 
 // The operation rms_norm, into `out` if that is not null, and else into a new tensor, which is
 // returned; beside it rstd, if that is wanted.
-Owned rms_norm(const Arguments& arguments, const Owned& bias_tensor, AtenTensorHandle out_handle,
-               Owned* rstd) {
+Owned rms_norm(const Arguments& arguments, AtenTensorHandle bias_handle,
+               AtenTensorHandle out_handle, Owned* rstd) {
   Forward forward(arguments);
   const View& x = forward.x();
   std::optional<Parameter> bias;
-  if (bias_tensor) bias.emplace(bias_tensor.get(), "bias", x, arguments.ndim);
+  if (bias_handle) bias.emplace(bias_handle, "bias", x, arguments.ndim);
   ForwardCall call = forward.describe(x.type);
   const bool empty = forward.empty(call);
   std::optional<View> out;
@@ -292,11 +292,11 @@ void run_add(Forward& forward, const View& residual, std::int64_t ndim, AddCall&
   });
 }
 
-AddResult add_rms_norm(const Arguments& arguments, const Owned& residual_tensor, double alpha,
+AddResult add_rms_norm(const Arguments& arguments, AtenTensorHandle residual_handle, double alpha,
                        std::optional<DType> sum_type, bool with_rstd) {
   Forward forward(arguments);
   const View& x = forward.x();
-  const View residual = forward.like_x(residual_tensor, "residual");
+  const View residual = forward.like_x(residual_handle, "residual");
   AddCall call =
       describe_add(forward, residual, sum_type.value_or(promote(x.type, residual.type)), alpha);
   AddResult result;
@@ -311,10 +311,11 @@ AddResult add_rms_norm(const Arguments& arguments, const Owned& residual_tensor,
 
 // The same, y into x and the sum into the residual. Where one of them has no contiguous rows, or
 // shares memory with the weight, its result is written elsewhere and copied.
-void add_rms_norm_in_place(const Arguments& arguments, const Owned& residual_tensor, double alpha) {
+void add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual_handle,
+                           double alpha) {
   Forward forward(arguments);
   const View& x = forward.x();
-  const View residual = forward.like_x(residual_tensor, "residual");
+  const View residual = forward.like_x(residual_handle, "residual");
   AddCall call = describe_add(forward, residual, residual.type, alpha);
   STD_TORCH_CHECK(call.norm.y_type == x.type, "rmsnorm: x is ", dtype_name(x.type),
                   ", but the result of this call is ", dtype_name(call.norm.y_type));
@@ -341,8 +342,8 @@ void add_rms_norm_in_place(const Arguments& arguments, const Owned& residual_ten
     call.sum = fresh_rows(sum, forward.rows() * call.norm.d * element_size(residual.type));
   }
   run_add(forward, residual, arguments.ndim, call);
-  if (y) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(arguments.x.get(), y.get(), 0));
-  if (sum) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(residual_tensor.get(), sum.get(), 0));
+  if (y) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(arguments.x, y.get(), 0));
+  if (sum) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(residual_handle, sum.get(), 0));
 }
 
 // The types beside those of the norm where the gate comes after it. What it multiplies is rounded
@@ -358,11 +359,11 @@ void choose_gated_types(const Spec& spec, DType x_type, const DType* weight_type
   }
 }
 
-Owned gated_rms_norm(const Arguments& arguments, const Owned& gate_tensor, Owned* rstd) {
+Owned gated_rms_norm(const Arguments& arguments, AtenTensorHandle gate_handle, Owned* rstd) {
   const Spec& spec = *arguments.spec;
   Forward forward(arguments);
   const View& x = forward.x();
-  const View gate = forward.like_x(gate_tensor, "gate");
+  const View gate = forward.like_x(gate_handle, "gate");
   STD_TORCH_CHECK(spec.gate != Gate::none, "rmsnorm: the spec has no gate");
   GatedCall call;
   call.norm = forward.describe(x.type);
@@ -390,13 +391,17 @@ Owned gated_rms_norm(const Arguments& arguments, const Owned& gate_tensor, Owned
 
 // Below, every argument is owned before anything can throw.
 struct NormArguments {
-  Arguments common;
+  Owned x;
+  Owned weight;
   Owned bias;
+  Arguments common;
 
-  explicit NormArguments(StableIValue* stack) {
-    common.x.reset(to<AtenTensorHandle>(stack[0]));
-    common.weight = take_optional(stack[1]);
-    bias = take_optional(stack[2]);
+  explicit NormArguments(StableIValue* stack)
+      : x(to<AtenTensorHandle>(stack[0])),
+        weight(take_optional(stack[1])),
+        bias(take_optional(stack[2])) {
+    common.x = x.get();
+    common.weight = weight.get();
     common.eps = to<std::optional<double>>(stack[3]);
     common.ndim = to<std::int64_t>(stack[5]);
     common.spec = &take_spec(stack[4]);
@@ -406,14 +411,14 @@ struct NormArguments {
 
 void rms_norm_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const NormArguments arguments(stack);
-  Owned y = rms_norm(arguments.common, arguments.bias, nullptr, nullptr);
+  Owned y = rms_norm(arguments.common, arguments.bias.get(), nullptr, nullptr);
   give(stack[0], y);
 }
 
 void rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const NormArguments arguments(stack);
   Owned rstd;
-  Owned y = rms_norm(arguments.common, arguments.bias, nullptr, &rstd);
+  Owned y = rms_norm(arguments.common, arguments.bias.get(), nullptr, &rstd);
   give(stack[0], y);
   give(stack[1], rstd);
 }
@@ -421,19 +426,23 @@ void rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 void rms_norm_out_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Owned out(to<AtenTensorHandle>(stack[6]));
   const NormArguments arguments(stack);
-  rms_norm(arguments.common, arguments.bias, out.get(), nullptr);
+  rms_norm(arguments.common, arguments.bias.get(), out.get(), nullptr);
   give(stack[0], out);
 }
 
 struct AddArguments {
-  Arguments common;
+  Owned x;
   Owned residual;
+  Owned weight;
+  Arguments common;
   double alpha;
 
-  explicit AddArguments(StableIValue* stack) {
-    common.x.reset(to<AtenTensorHandle>(stack[0]));
-    residual.reset(to<AtenTensorHandle>(stack[1]));
-    common.weight = take_optional(stack[2]);
+  explicit AddArguments(StableIValue* stack)
+      : x(to<AtenTensorHandle>(stack[0])),
+        residual(to<AtenTensorHandle>(stack[1])),
+        weight(take_optional(stack[2])) {
+    common.x = x.get();
+    common.weight = weight.get();
     common.eps = to<std::optional<double>>(stack[3]);
     common.ndim = to<std::int64_t>(stack[5]);
     alpha = to<double>(stack[6]);
@@ -452,8 +461,8 @@ void add_rms_norm_into(StableIValue* stack, bool with_rstd) {
                     "add_rms_norm: residual_dtype is not float32, float64, bfloat16 or "
                     "float16");
   }
-  AddResult result =
-      add_rms_norm(arguments.common, arguments.residual, arguments.alpha, sum_type, with_rstd);
+  AddResult result = add_rms_norm(arguments.common, arguments.residual.get(), arguments.alpha,
+                                  sum_type, with_rstd);
   give(stack[0], result.y);
   give(stack[1], result.sum);
   if (with_rstd) give(stack[2], result.rstd);
@@ -469,17 +478,21 @@ void add_rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void add_rms_norm_in_place_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const AddArguments arguments(stack);
-  add_rms_norm_in_place(arguments.common, arguments.residual, arguments.alpha);
+  add_rms_norm_in_place(arguments.common, arguments.residual.get(), arguments.alpha);
 }
 
 struct GatedArguments {
-  Arguments common;
+  Owned x;
   Owned gate;
+  Owned weight;
+  Arguments common;
 
-  explicit GatedArguments(StableIValue* stack) {
-    common.x.reset(to<AtenTensorHandle>(stack[0]));
-    gate.reset(to<AtenTensorHandle>(stack[1]));
-    common.weight = take_optional(stack[2]);
+  explicit GatedArguments(StableIValue* stack)
+      : x(to<AtenTensorHandle>(stack[0])),
+        gate(to<AtenTensorHandle>(stack[1])),
+        weight(take_optional(stack[2])) {
+    common.x = x.get();
+    common.weight = weight.get();
     common.eps = to<std::optional<double>>(stack[3]);
     common.spec = &take_spec(stack[4]);
     refuse_forward_mode("gated_rms_norm");
@@ -488,19 +501,39 @@ struct GatedArguments {
 
 void gated_rms_norm_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const GatedArguments arguments(stack);
-  Owned y = gated_rms_norm(arguments.common, arguments.gate, nullptr);
+  Owned y = gated_rms_norm(arguments.common, arguments.gate.get(), nullptr);
   give(stack[0], y);
 }
 
 void gated_rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const GatedArguments arguments(stack);
   Owned rstd;
-  Owned y = gated_rms_norm(arguments.common, arguments.gate, &rstd);
+  Owned y = gated_rms_norm(arguments.common, arguments.gate.get(), &rstd);
   give(stack[0], y);
   give(stack[1], rstd);
 }
 
 }  // namespace
+
+bool direct_forward(const DirectCall& call, DirectResult& result) noexcept {
+  try {
+    Arguments arguments;
+    take_direct(call, arguments);
+    AddResult results;
+    Owned* rstd = call.want_rstd ? &results.rstd : nullptr;
+    if (call.residual) {
+      results = add_rms_norm(arguments, static_cast<AtenTensorHandle>(call.residual), 1.0,
+                             std::nullopt, call.want_rstd);
+    } else {
+      results.y = rms_norm(arguments, nullptr, static_cast<AtenTensorHandle>(call.out), rstd);
+    }
+    result = {results.y.release(), results.sum.release(), results.rstd.release()};
+    return true;
+  } catch (...) {  // torch.ops says what is wrong
+    return false;
+  }
+}
+
 }  // namespace rmsnorm
 
 STABLE_TORCH_LIBRARY_IMPL(rmsnorm, CPU, library) {
@@ -513,17 +546,3 @@ STABLE_TORCH_LIBRARY_IMPL(rmsnorm, CPU, library) {
   library.impl("gated_rms_norm", &rmsnorm::gated_rms_norm_boxed);
   library.impl("gated_rms_norm_fwd", &rmsnorm::gated_rms_norm_fwd_boxed);
 }
-
-#if defined(_WIN32)
-#define RMSNORM_EXPORT __declspec(dllexport)
-#else
-#define RMSNORM_EXPORT __attribute__((visibility("default")))
-#endif
-
-// The instruction set in use, or null where RMSNORM_ISA names one that is not here.
-extern "C" RMSNORM_EXPORT const char* rmsnorm_cpu_isa() noexcept {
-  const rmsnorm::Kernels* isa = rmsnorm::kernels();
-  return isa ? isa->name : nullptr;
-}
-
-extern "C" RMSNORM_EXPORT const char* rmsnorm_isa_error() noexcept { return rmsnorm::isa_error(); }

@@ -1,0 +1,55 @@
+// What the direct call of python_entry.cpp asks of the kernels: C functions over handles of tensors
+// (at::Tensor*), which stay the caller's unless they are results. A function that returns false has
+// done nothing, and the caller takes the way through torch.ops, where what is wrong is said.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace rmsnorm {
+
+struct DirectCall {
+  void* x = nullptr;
+  void* residual = nullptr;  // or null: no addition
+  void* weight = nullptr;    // or null
+  const void* spec = nullptr;
+  std::int64_t ndim = 0;  // 0: as many as the weight has, or 1
+  bool has_eps = false;
+  double eps = 0.0;
+  bool want_rstd = false;
+  void* out = nullptr;  // or null: where y goes, instead of a new tensor
+};
+
+struct DirectResult {
+  void* y = nullptr;
+  void* sum = nullptr;   // where there was a residual
+  void* rstd = nullptr;  // where it was wanted
+};
+
+struct DirectBackward {
+  DirectCall norm;  // its x is what was normalised
+  void* dy = nullptr;
+  void* rstd = nullptr;
+  void* dresidual = nullptr;  // or null
+  bool need_dx = false;
+  bool need_dweight = false;
+};
+
+struct DirectGradients {
+  void* dx = nullptr;  // null where it was not needed
+  void* dweight = nullptr;
+};
+
+bool direct_forward(const DirectCall& call, DirectResult& result) noexcept;
+bool direct_backward(const DirectBackward& call, DirectGradients& gradients) noexcept;
+
+struct DirectTable {
+  // The spec that `text` encodes, which lives on; null if there is none, or if it has a gate.
+  const void* (*parse)(const char* text, std::size_t length) noexcept;
+  bool (*forward)(const DirectCall& call, DirectResult& result) noexcept;
+  bool (*backward)(const DirectBackward& call, DirectGradients& gradients) noexcept;
+  std::int64_t (*elements)(void* tensor) noexcept;  // how many it has
+  void (*discard)(void* tensor) noexcept;           // gives up a result
+};
+
+}  // namespace rmsnorm

@@ -1,0 +1,347 @@
+// The direct call: from Python straight to the kernels, for plain tensors in plain surroundings.
+// The dispatcher, torch.ops and its argument parser cost several times what the norm of a short row
+// does. Everything else is declined, which the caller sees as None, and goes through torch.ops.
+//
+// Python offers no cheap way to ask whether a tensor and its surroundings are plain. PyTorch knows
+// from two words: the set of dispatch keys of the tensor, and that of the thread. Where the first
+// lies is found at run time, by looking at tensors whose keys are known (rmsnorm/ops/direct.py),
+// and both must be what they are for an ordinary tensor in an ordinary thread. That excludes views
+// with a pending minus or conjugation, wrappers, fake, sparse and meta tensors, tensors with names,
+// and vmap, grad, jvp, autocast, tracing and dispatch modes, without naming any of them.
+//
+// The names from PyTorch are not part of its stable interface. A PyTorch that lacks one of them
+// cannot load this module, and the package goes without it.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+
+#include "direct.h"
+
+// c10::impl::raw_local_dispatch_key_set: included and excluded keys, 0 where they are the default.
+extern __thread std::uint64_t thread_keys[2] asm("_ZN3c104impl26raw_local_dispatch_key_setE");
+// c10::GradMode::is_enabled
+bool grad_mode_is_enabled() asm("_ZN3c108GradMode10is_enabledEv");
+// c10::TensorImpl::requires_grad
+bool requires_grad(const void* impl) asm("_ZNK3c1010TensorImpl13requires_gradEv");
+// at::hasCallbacks: a profiler or another observer waits for operations.
+bool has_callbacks() asm("_ZN2at12hasCallbacksEv");
+// at::impl::torch_function_mode_enabled
+bool function_mode_is_enabled() asm("_ZN2at4impl27torch_function_mode_enabledEv");
+// torch::autograd::impl::bump_version: autograd is to notice that the tensor was written to.
+void bump_version(const void* tensor) asm("_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
+// torch::autograd::ForwardADLevel::try_get_by_idx, which is null where no level is open.
+std::shared_ptr<void> forward_level(std::uint64_t index) asm(
+    "_ZN5torch8autograd14ForwardADLevel14try_get_by_idxEm");
+// THPVariable_Wrap(at::TensorBase&&): the Python object of a tensor, which is moved into it.
+PyObject* wrap_tensor(void* tensor) asm("_Z16THPVariable_WrapON2at10TensorBaseE");
+
+namespace rmsnorm {
+namespace {
+
+// From this many elements on other Python threads may run beside the kernel.
+constexpr std::int64_t kReleaseFrom = 32768;
+constexpr int kStates = 2;  // plain, and inference mode
+
+struct Setup {
+  const DirectTable* table = nullptr;
+  PyTypeObject* tensor_type = nullptr;
+  PyTypeObject* parameter_type = nullptr;
+  PyObject* encode = nullptr;    // from a spec, or the name of one, to its canonical string
+  Py_ssize_t handle_offset = 0;  // from a Python tensor to its at::Tensor
+  Py_ssize_t keys_offset = 0;    // from a TensorImpl to its keys
+  std::uint64_t tensor_keys[kStates] = {};
+  std::uint64_t thread_keys[kStates][2] = {};
+};
+Setup setup;
+
+// The specs of the last calls by the identity of their objects, which are kept alive.
+struct KnownSpec {
+  PyObject* object = nullptr;
+  const void* spec = nullptr;
+};
+constexpr unsigned kKnownSpecs = 16;
+KnownSpec known_specs[kKnownSpecs];
+unsigned next_known_spec = 0;
+
+// The parsed spec, or null, with no Python error set.
+const void* find_spec(PyObject* object) {
+  for (const KnownSpec& known : known_specs) {
+    if (known.object == object) return known.spec;
+  }
+  PyObject* text = PyObject_CallFunctionObjArgs(setup.encode, object, nullptr);
+  Py_ssize_t length = 0;
+  const char* characters = text ? PyUnicode_AsUTF8AndSize(text, &length) : nullptr;
+  const void* spec =
+      characters ? setup.table->parse(characters, static_cast<std::size_t>(length)) : nullptr;
+  Py_XDECREF(text);
+  PyErr_Clear();
+  if (spec) {
+    KnownSpec& place = known_specs[next_known_spec++ % kKnownSpecs];
+    PyObject* old = place.object;
+    Py_INCREF(object);
+    place = {object, spec};
+    Py_XDECREF(old);
+  }
+  return spec;
+}
+
+// Whether PyTorch would do nothing else with this call than run the kernel.
+bool surroundings_are_plain() {
+  bool plain = false;
+  for (const auto& keys : setup.thread_keys) {
+    plain |= thread_keys[0] == keys[0] && thread_keys[1] == keys[1];
+  }
+  return plain && !has_callbacks() && !function_mode_is_enabled() && !forward_level(0);
+}
+
+// The dispatch keys of a tensor; 0 where there is none.
+std::uint64_t keys_of(const void* handle) {
+  const char* impl = *static_cast<const char* const*>(handle);
+  return impl ? *reinterpret_cast<const std::uint64_t*>(impl + setup.keys_offset) : 0;
+}
+
+// The at::Tensor of a plain tensor on the CPU; null for anything else.
+void* handle_of(PyObject* object) {
+  if (Py_TYPE(object) != setup.tensor_type && Py_TYPE(object) != setup.parameter_type) {
+    return nullptr;
+  }
+  char* handle = reinterpret_cast<char*>(object) + setup.handle_offset;
+  const std::uint64_t keys = keys_of(handle);
+  return keys == setup.tensor_keys[0] || keys == setup.tensor_keys[1] ? handle : nullptr;
+}
+
+// The same where there may be no tensor; false if the object is neither.
+bool optional_handle_of(PyObject* object, void*& handle) {
+  if (object == Py_None) return true;
+  handle = handle_of(object);
+  return handle != nullptr;
+}
+
+bool wants_gradient(void* handle) {
+  return handle && requires_grad(*static_cast<const void* const*>(handle));
+}
+
+// None or a float; false for what only the slower way understands.
+bool read_eps(PyObject* object, DirectCall& call) {
+  if (object == Py_None) return true;
+  if (!PyFloat_CheckExact(object)) return false;
+  call.has_eps = true;
+  call.eps = PyFloat_AsDouble(object);
+  return call.eps >= 0.0 && std::isfinite(call.eps);
+}
+
+bool read_int(PyObject* object, std::int64_t& value) {
+  value = PyLong_AsLongLong(object);
+  if (value != -1 || !PyErr_Occurred()) return true;
+  PyErr_Clear();
+  return false;
+}
+
+// The arguments weight, eps, spec, ndim from `objects` on.
+bool read_norm(PyObject* const* objects, DirectCall& call) {
+  if (!optional_handle_of(objects[0], call.weight) || !read_eps(objects[1], call) ||
+      !read_int(objects[3], call.ndim)) {
+    return false;
+  }
+  call.spec = find_spec(objects[2]);
+  return call.spec != nullptr;
+}
+
+PyObject* declined() { Py_RETURN_NONE; }
+
+// Gives a new tensor to Python; null, with an error set, if that cannot be.
+PyObject* wrap(void* handle) {
+  if (!handle) return declined();
+  PyObject* object = wrap_tensor(handle);
+  setup.table->discard(handle);
+  return object;
+}
+
+// A tuple of new tensors, None for each that is null.
+template <class... Handles>
+PyObject* wrap_all(Handles... handles) {
+  PyObject* objects[] = {wrap(handles)...};
+  PyObject* tuple = PyTuple_New(sizeof...(handles));
+  bool complete = tuple != nullptr;
+  for (PyObject* object : objects) complete &= object != nullptr;
+  for (Py_ssize_t i = 0; i < static_cast<Py_ssize_t>(sizeof...(handles)); ++i) {
+    if (complete) {
+      PyTuple_SetItem(tuple, i, objects[i]);
+    } else {
+      Py_XDECREF(objects[i]);
+    }
+  }
+  if (complete) return tuple;
+  Py_XDECREF(tuple);
+  return nullptr;
+}
+
+template <class Function>
+bool run(void* x, const Function& function) {
+  if (setup.table->elements(x) < kReleaseFrom) return function();
+  PyThreadState* state = PyEval_SaveThread();
+  const bool done = function();
+  PyEval_RestoreThread(state);
+  return done;
+}
+
+bool run_forward(const DirectCall& call, DirectResult& result) {
+  return run(call.x, [&] { return setup.table->forward(call, result); });
+}
+
+// Whether a result may go into the tensor behind `handle`: outside of inference mode, none of its
+// own tensors may change, and there is no gradient of one.
+bool may_write(void* handle, bool& is_tracked) {
+  const bool in_inference_mode =
+      thread_keys[0] == setup.thread_keys[1][0] && thread_keys[1] == setup.thread_keys[1][1];
+  is_tracked = keys_of(handle) == setup.tensor_keys[0];
+  return (is_tracked || in_inference_mode) && !(grad_mode_is_enabled() && wants_gradient(handle));
+}
+
+// rms_norm(x, weight, eps, spec, ndim[, out]) -> y; True if only a gradient stands in the way; or
+// None.
+PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  DirectCall call;
+  if ((count != 5 && count != 6) || !setup.table || !surroundings_are_plain()) return declined();
+  call.x = handle_of(objects[0]);
+  if (!call.x || !read_norm(objects + 1, call)) return declined();
+  bool is_tracked = false;
+  if (count == 6) {
+    call.out = handle_of(objects[5]);
+    if (!call.out || !may_write(call.out, is_tracked)) return declined();
+  }
+  if (grad_mode_is_enabled() && (wants_gradient(call.x) || wants_gradient(call.weight))) {
+    Py_RETURN_TRUE;
+  }
+  DirectResult result;
+  if (!run_forward(call, result)) return declined();
+  if (!call.out) return wrap(result.y);
+  if (is_tracked) bump_version(call.out);
+  Py_INCREF(objects[5]);
+  return objects[5];
+}
+
+// add_rms_norm(x, residual, weight, eps, spec, ndim) -> (y, sum), True or None.
+PyObject* add_rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  DirectCall call;
+  if (count != 6 || !setup.table || !surroundings_are_plain()) return declined();
+  call.x = handle_of(objects[0]);
+  call.residual = handle_of(objects[1]);
+  if (!call.x || !call.residual || !read_norm(objects + 2, call)) return declined();
+  if (grad_mode_is_enabled() &&
+      (wants_gradient(call.x) || wants_gradient(call.residual) || wants_gradient(call.weight))) {
+    Py_RETURN_TRUE;
+  }
+  DirectResult result;
+  if (!run_forward(call, result)) return declined();
+  return wrap_all(result.y, result.sum);
+}
+
+// What an autograd.Function calls, in whose forward no gradient is recorded:
+// forward(x, residual, weight, eps, spec, ndim) -> (y, sum, rstd), or None.
+PyObject* forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  DirectCall call;
+  if (count != 6 || !setup.table || grad_mode_is_enabled() || !surroundings_are_plain()) {
+    return declined();
+  }
+  call.x = handle_of(objects[0]);
+  if (!call.x || !optional_handle_of(objects[1], call.residual) || !read_norm(objects + 2, call)) {
+    return declined();
+  }
+  call.want_rstd = true;
+  DirectResult result;
+  if (!run_forward(call, result)) return declined();
+  return wrap_all(result.y, result.sum, result.rstd);
+}
+
+// backward(dy, x, weight, rstd, dresidual, eps, spec, ndim, need_dx, need_dweight)
+//   -> (dx, dweight), or None.
+PyObject* backward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  DirectBackward call;
+  if (count != 10 || !setup.table || grad_mode_is_enabled() || !surroundings_are_plain()) {
+    return declined();
+  }
+  call.dy = handle_of(objects[0]);
+  call.norm.x = handle_of(objects[1]);
+  call.rstd = handle_of(objects[3]);
+  if (!call.dy || !call.norm.x || !call.rstd) return declined();
+  if (!optional_handle_of(objects[4], call.dresidual)) return declined();
+  PyObject* const norm[] = {objects[2], objects[5], objects[6], objects[7]};
+  if (!read_norm(norm, call.norm)) return declined();
+  call.need_dx = objects[8] == Py_True;
+  call.need_dweight = objects[9] == Py_True;
+  DirectGradients gradients;
+  if (!run(call.norm.x, [&] { return setup.table->backward(call, gradients); })) return declined();
+  return wrap_all(gradients.dx, gradients.dweight);
+}
+
+// keys() -> (included, excluded): this thread's, as they are stored.
+PyObject* keys(PyObject*, PyObject*) {
+  return Py_BuildValue("(KK)", static_cast<unsigned long long>(thread_keys[0]),
+                       static_cast<unsigned long long>(thread_keys[1]));
+}
+
+// connect(table, tensor type, parameter type, encode, handle offset, keys offset,
+//         (tensor keys, included, excluded) plain, the same in inference mode)
+PyObject* connect(PyObject*, PyObject* arguments) {
+  Setup found;
+  unsigned long long table = 0;
+  PyObject* tensor_type = nullptr;
+  PyObject* parameter_type = nullptr;
+  unsigned long long states[kStates][3] = {};
+  if (!PyArg_ParseTuple(arguments, "KOOOnn(KKK)(KKK)", &table, &tensor_type, &parameter_type,
+                        &found.encode, &found.handle_offset, &found.keys_offset, &states[0][0],
+                        &states[0][1], &states[0][2], &states[1][0], &states[1][1],
+                        &states[1][2])) {
+    return nullptr;
+  }
+  found.table = reinterpret_cast<const DirectTable*>(table);
+  found.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type);
+  found.parameter_type = reinterpret_cast<PyTypeObject*>(parameter_type);
+  for (int i = 0; i < kStates; ++i) {
+    found.tensor_keys[i] = states[i][0];
+    found.thread_keys[i][0] = states[i][1];
+    found.thread_keys[i][1] = states[i][2];
+  }
+  Py_INCREF(tensor_type);
+  Py_INCREF(parameter_type);
+  Py_INCREF(found.encode);
+  setup = found;
+  return declined();
+}
+
+template <class Function>
+PyCFunction as_c_function(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"rms_norm", as_c_function(rms_norm), METH_FASTCALL, nullptr},
+    {"add_rms_norm", as_c_function(add_rms_norm), METH_FASTCALL, nullptr},
+    {"forward", as_c_function(forward), METH_FASTCALL, nullptr},
+    {"backward", as_c_function(backward), METH_FASTCALL, nullptr},
+    {"keys", keys, METH_NOARGS, nullptr},
+    {"connect", connect, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    "rmsnorm._direct",
+    nullptr,
+    -1,
+    methods,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+};
+
+}  // namespace
+}  // namespace rmsnorm
+
+PyMODINIT_FUNC PyInit__direct() { return PyModule_Create(&rmsnorm::module); }
