@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rmsnorm import hf as hf
     from rmsnorm.modules import GatedRMSNorm, RMSNorm
     from rmsnorm.ops.extension import cpu_isa
     from rmsnorm.ops.route import add_rms_norm, gated_rms_norm, rms_norm
@@ -61,6 +62,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return importlib.import_module("rmsnorm.hf")
     if name not in _HOME:
         raise AttributeError(f"module 'rmsnorm' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

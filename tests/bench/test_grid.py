@@ -1,20 +1,25 @@
+from itertools import pairwise
+
 import pytest
 
 from rmsnorm.bench.grid import (
+    BEYOND_CACHE,
     DTYPES,
     SHAPES,
+    SWEEP_WIDTHS,
     Cell,
-    Limit,
     call_cells,
     grid_cells,
-    limits,
+    heads_cells,
     parse_shape,
+    sweep_cells,
+    tiny,
 )
 
 
 @pytest.mark.parametrize(("kind", "states"), [("forward", 4), ("train", 2), ("add", 4)])
 def test_the_grid_has_every_shape_dtype_and_state_once(kind, states):
-    cells = grid_cells([kind])
+    cells = grid_cells([kind], outputs=["fresh", "given", "inplace"])
     assert len(SHAPES) == 10
     assert len(cells) == len(set(cells)) == len(SHAPES) * len(DTYPES) * states
     assert {(cell.rows, cell.d) for cell in cells} == set(SHAPES)
@@ -45,68 +50,45 @@ def test_selection():
     assert {cell.kind for cell in grid_cells(kinds, outputs=["inplace"])} == {"add"}
 
 
-def test_training_is_limited_by_eager_from_512_rows_on_and_by_compiled_from_32():
-    for cell in grid_cells(["train"]):
-        bounds = {(one.ours, one.rival): (one.ratio, one.strict) for one in limits(cell)}
-        assert bounds == {
-            ("ours torch", "eager torch"): (0.25, False) if cell.rows >= 512 else (1.0, True),
-            ("ours torch", "compiled torch"): (2 / 3, False) if cell.rows >= 32 else (1.0, True),
-            ("ours llama", "eager llama"): (1.0, True),
-            ("ours llama", "compiled llama"): (1.0, True),
-        }
+def test_recycled_memory_is_timed_where_no_cache_holds_it():
+    cells = grid_cells(["forward", "train", "add", "add_train"], outputs=["recycled"])
+    assert {(cell.rows, cell.d) for cell in cells} == set(BEYOND_CACHE) < set(SHAPES)
+    assert len(cells) == len(BEYOND_CACHE) * len(DTYPES)
+    assert {cell.kind for cell in cells} == {"train"}
 
 
-def test_the_fused_addition_is_faster_than_each_way_to_add_and_normalise():
-    for cell in grid_cells(["add", "add_train"]):
-        assert all(one.strict and one.ratio == 1.0 for one in limits(cell))
-        assert {(one.ours, one.rival) for one in limits(cell)} == {
-            ("ours torch", "separate torch"),
-            ("ours torch", "eager torch"),
-            ("ours torch", "compiled torch"),
-            ("ours llama", "separate llama"),
-            ("ours llama", "eager llama"),
-        }
-
-
-def test_every_forward_cell_is_compared_with_every_peer_of_its_spec():
-    for cell in grid_cells(["forward"]):
-        pairs = {(one.ours, one.rival) for one in limits(cell) if one.strict}
-        assert pairs == {
-            ("ours torch", "eager torch"),
-            ("ours torch", "compiled torch"),
-            ("ours llama", "eager llama"),
-            ("ours llama", "compiled llama"),
-        }
-
-
-def test_the_copy_limit_is_on_bfloat16_4096x4096_given_alone():
-    with_copy = [
-        str(cell)
-        for cell in grid_cells(["forward", "train", "add", "add_train"])
-        if any(one.rival == "copy" and one.ratio == 1.3 for one in limits(cell))
-    ]
-    assert with_copy == [
-        "4096x4096 bfloat16 hot given",
-        "4096x4096 bfloat16 rotating given",
-    ]
-
-
-def test_call_cells_are_limited_against_torch_add():
-    cells = call_cells()
-    assert {(cell.shape, cell.grad_mode) for cell in cells} == {
+def test_the_cells_of_single_calls():
+    assert {(cell.shape, cell.grad_mode) for cell in call_cells()} == {
+        ("1x576", "inference"),
+        ("1x576", "no_grad"),
         ("1x4096", "inference"),
         ("1x4096", "no_grad"),
     }
-    for cell in cells:
-        assert limits(cell) == [Limit("op torch", "add", 1.9, strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("strict", "ratio", "holds"),
-    [(True, 0.99, True), (True, 1.0, False), (False, 1.0, True), (False, 1.01, False)],
-)
-def test_strict_limits_are_broken_by_equality(strict, ratio, holds):
-    assert Limit("a", "b", 1.0, strict).holds(ratio) is holds
+def test_heads_are_timed_in_every_state():
+    cells = heads_cells()
+    assert len(cells) == len(set(cells)) == 8
+    assert {cell.shape for cell in cells} == {"32768x128"}
+    assert len({str(cell) for cell in cells}) == 8
+
+
+def test_the_sweep_has_the_same_bytes_at_every_width():
+    assert SWEEP_WIDTHS[0] == 64
+    assert SWEEP_WIDTHS[-1] == 1_048_576
+    assert all(wider == 2 * one for one, wider in pairwise(SWEEP_WIDTHS))
+    for cell in sweep_cells():
+        assert cell.nbytes == 32 * 2**20
+        assert all(cell.rows * cell.d % d == 0 for d in SWEEP_WIDTHS)
+
+
+def test_the_tiny_cell_goes_the_same_way():
+    for cell in (*grid_cells(["forward", "train", "add", "add_train"]), *heads_cells()):
+        small = tiny(cell)
+        assert small.nbytes <= 32
+        assert small.dtype == cell.dtype
+        assert small.kind == ("forward" if cell.kind == "heads" else cell.kind)
+        assert small.output == ("fresh" if cell.output == "recycled" else cell.output)
 
 
 def test_bytes():

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rmsnorm.bench import peers
-from rmsnorm.bench.grid import Cell, peers_of
+from rmsnorm.bench.engines import MODULES
+from rmsnorm.bench.grid import HEADS, SWEEP_WIDTHS, Cell, peers_of
 from rmsnorm.bench.limit import Memory
 from rmsnorm.bench.peers import Compiler, call_candidates, forward_candidates
 from rmsnorm.bench.run import grad_mode
@@ -162,8 +163,12 @@ def test_every_candidate_returns_the_same_results(kind, dtype, uncompiled):
     found, first, weight = every_candidate(cell, uncompiled)
     least = found.pop("autograd", None)  # computes something else
     assert (least is not None) == (kind == "train")
+    others = ("ours",) if kind == "train" else ("ours", "separate")
     assert set(found) == {
-        f"{name} {spec}" for spec in ("torch", "llama") for name in ("ours", *peers_of(kind, spec))
+        f"{name} {spec}"
+        for spec in ("torch", "llama")
+        for name in (*others, *peers_of(kind, spec))
+        if name not in MODULES
     }
     expected = expected_results(kind, first, weight)
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.02, "atol": 0.05}
@@ -204,8 +209,62 @@ def test_cells_that_differ_in_the_buffers_alone_share_their_compiled_peers(uncom
     assert not uncompiled.has(Cell("add_train", 3, 64, "float32"))
 
 
-def test_a_call_cell_times_the_operation_against_torch_add():
+def test_a_call_cell_times_every_way_to_call_against_torch_add():
     cell = Cell("call", 1, 64, "bfloat16")
-    found = call_candidates(cell, nn.Parameter(torch.ones(64, dtype=torch.bfloat16)))
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, 64, dtype=torch.bfloat16))
+    found = call_candidates(cell, weight)
     assert found[0].call is torch.add
-    assert [candidate.name for candidate in found] == ["add", "op torch"]
+    assert [candidate.name for candidate in found] == [
+        "add",
+        "ours torch",
+        "module torch",
+        "op torch",
+    ]
+    x = Memory("bfloat16", 1024).buffers(cell).first()[0]
+    expected = F.rms_norm(x, (64,), weight, peers.EPS)
+    with torch.inference_mode():
+        for candidate in found[1:]:
+            assert torch.equal(candidate.call(*candidate.bind(x, None)), expected)
+
+
+@pytest.mark.parametrize("output", ["fresh", "given"])
+def test_heads_are_read_where_they_lie(output, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: function)
+    cell = Cell("heads", HEADS.rows, 8, "float32", "hot", output)
+    found, (x, out), weight = every_candidate(cell, Compiler())
+    assert x.shape == (4, 512, 16, 8)
+    assert not x.is_contiguous()
+    expected = F.rms_norm(x, (8,), weight, peers.EPS)
+    with grad_mode(cell):
+        for candidate in found.values():
+            result = candidate.call(*candidate.bind(x, out))
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    assert {"ours torch", "compiled llama"} <= set(found)
+
+
+def test_the_strides_of_heads_are_compiled_for(monkeypatch):
+    seen = []
+
+    def compile_(function, *, dynamic):
+        def call(x, *others):
+            seen.append(x)
+            return function(x, *others)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    first = every_candidate(Cell("heads", HEADS.rows, 8, "float32"), Compiler())[1]
+    assert seen
+    assert {one.stride() for one in seen} == {first[0].stride()}
+
+
+def test_the_sweep_cuts_the_same_bytes_into_rows_of_each_width():
+    cell = Cell("sweep", 1, SWEEP_WIDTHS[-1], "float32", "hot", "given")
+    x, out = Memory("float32", 1024).buffers(cell).first()
+    found = peers.candidates(cell, nn.Parameter(torch.ones(cell.d)), Compiler(enabled=False), ())
+    assert [one.name for one in found] == [f"ours d={d}" for d in SWEEP_WIDTHS]
+    with grad_mode(cell):
+        for candidate, d in zip(found, SWEEP_WIDTHS, strict=True):
+            candidate.call(*candidate.bind(x, out))
+            expected = F.rms_norm(x.view(-1, d), (d,), None, peers.EPS)
+            torch.testing.assert_close(out.view(-1, d), expected, rtol=1e-4, atol=1e-5)

@@ -4,16 +4,18 @@ import pytest
 import torch
 
 from rmsnorm.bench import report
-from rmsnorm.bench.grid import Cell
+from rmsnorm.bench.grid import SWEEP_WIDTHS, Cell
 from rmsnorm.bench.limit import Candidate
 from rmsnorm.bench.memory import Usage
 from rmsnorm.bench.peers import Compiler
+from rmsnorm.bench.promises import HUGE_PAGES
 from rmsnorm.bench.run import Bench, Policy, Timing, WrongResultError, judge, measure, run, settle
 
 CELL = Cell("forward", 8, 4096, "bfloat16")
-CALL = Cell("call", 1, 4096, "bfloat16")
+CALL = Cell("call", 1, 4096, "bfloat16", grad_mode="no_grad")
 TRAIN = Cell("train", 512, 4096, "bfloat16")
 ADD = Cell("add", 8, 4096, "float32", "hot", "inplace")
+TINY = Policy(sample_ns=1_000, budget_ns=8, min_rounds=2)
 COPY_CELL = Cell("forward", 4096, 4096, "bfloat16", "hot", "given")
 
 
@@ -165,17 +167,32 @@ def test_the_call_limit(median, ok):
 @pytest.mark.parametrize(("median", "ok"), [(1.3, True), (1.31, False)])
 def test_the_copy_limit_is_against_the_plain_tensor_copy(median, ok):
     measured = {**WINS, **timings(ours_torch=median, ours_llama=1.0, memcpy=0.1)}
-    assert all(one.ok for one in judge(COPY_CELL, measured)) is ok
+    found = [one for one in judge(COPY_CELL, measured) if one.limit.rival == "copy"]
+    assert len(found) == 2
+    assert all(one.ok for one in found) is ok
+
+
+@pytest.mark.parametrize("fastest", ["copy", "memcpy", "stream"])
+def test_the_physical_limit_is_the_fastest_copy(fastest):
+    copies = dict.fromkeys(("copy", "memcpy", "stream"), 2.0) | {fastest: 1.0}
+    measured = {**WINS, **timings(**copies, ours_torch=1.2, ours_llama=1.21)}
+    found = {
+        one.limit.ours: one for one in judge(COPY_CELL, measured) if one.limit.rival == "limit"
+    }
+    assert found["ours torch"].ratio == pytest.approx(1.2)
+    assert found["ours torch"].ok
+    assert found["ours llama"].ratio == pytest.approx(1.21)
+    assert not found["ours llama"].ok
 
 
 @pytest.mark.parametrize(
     ("rows", "eager", "compiled", "lost"),
     [
-        (512, 4.0, 1.5, []),
-        (512, 3.99, 1.5, ["eager torch"]),
-        (32, 1.01, 1.5, []),
-        (32, 1.0, 1.5, ["eager torch"]),
-        (32, 4.0, 1.49, ["compiled torch"]),
+        (512, 4.0, 3.01, []),
+        (512, 3.99, 3.01, ["eager torch"]),
+        (32, 1.01, 3.01, []),
+        (32, 1.0, 3.01, ["eager torch"]),
+        (32, 4.0, 2.99, ["compiled torch"]),
         (8, 4.0, 1.01, []),
         (8, 4.0, 1.0, ["compiled torch"]),
     ],
@@ -183,7 +200,7 @@ def test_the_copy_limit_is_against_the_plain_tensor_copy(median, ok):
 def test_the_training_limits(rows, eager, compiled, lost):
     measured = {
         **timings(copy=1.0, ours_torch=1.0, eager_torch=eager, compiled_torch=compiled),
-        **timings(ours_llama=1.0, eager_llama=1.1, compiled_llama=1.1),
+        **timings(ours_llama=1.0, eager_llama=1.1, compiled_llama=3.1),
     }
     found = judge(Cell("train", rows, 4096, "float32"), measured)
     assert len(found) == 4
@@ -259,6 +276,64 @@ def test_the_control_of_a_call_cell_is_torch_add():
     assert settle(CALL, Script(disturb(quiet, "add"), quiet), retries=2).attempts == 2
 
 
+def test_the_control_of_every_kind_is_a_copy_or_an_addition():
+    for cell, control in (
+        (Cell("heads", 32768, 128, "float32"), "copy"),
+        (Cell("sweep", 8, 2**20, "float32", "rotating", "given"), "copy"),
+        (Cell("train", 4096, 4096, "float32", "hot", "recycled"), "copy"),
+    ):
+        widths = {f"ours d={d}": Timing((2.0,) * 6, 1) for d in SWEEP_WIDTHS}
+        quiet = {**WINS, **timings(eager_torch=9.0, compiled_torch=7.0, compiled_llama=10.0)}
+        quiet = {**quiet, **widths}
+        assert settle(cell, Script(disturb(quiet, control), quiet), retries=0).attempts == 2
+
+
+def test_what_the_system_lacks_is_not_asked():
+    cell = Cell("forward", 4096, 4096, "float32", "hot", "fresh")
+    measured = {**WINS, **timings(copy=2.0, memcpy=2.0)}  # ours is no faster than the clone
+    assert any(not one.ok for one in judge(cell, measured))
+    assert all(one.ok for one in judge(cell, measured, absent={HUGE_PAGES}))
+    (found,) = run([cell], Script(measured), Policy(retries=0), absent={HUGE_PAGES})
+    assert not found.loses
+
+
+def test_the_kernel_is_what_the_call_leaves():
+    (found,) = run([CELL], Script(WINS), overheads=lambda cell: {"ours torch": 0.5})
+    assert found.kernel_us("ours torch") == 1.5
+    assert found.kernel_us("ours llama") is None
+    (found,) = run([CELL], Script(WINS), overheads=lambda cell: {"ours torch": 2.5})
+    assert found.kernel_us("ours torch") == 0.0
+    row = dict(zip(report.FORWARD_COLUMNS, report.forward_rows([found])[0], strict=True))
+    assert (row["ours us"], row["call us"], row["kernel us"]) == ("2.00", "2.50", "0.00")
+
+
+def test_the_overhead_is_measured_once_for_each_way_to_call():
+    bench = Bench(TINY, Compiler(enabled=False), cache=2**20, rotating=4096)
+    found = bench.overheads(Cell("forward", 512, 64, "float32", "rotating", "given"))
+    assert {"ours torch", "ours llama", "eager torch"} <= set(found)
+    assert all(median > 0 for median in found.values())
+    assert bench.overheads(Cell("forward", 9, 64, "float32", "hot", "given")) is found
+    assert bench.overheads(Cell("forward", 9, 64, "float32", "hot", "fresh")) is not found
+    assert bench.overheads(CALL) == {}
+
+
+def test_a_cell_without_a_figure_gets_half_the_time_at_first(monkeypatch):
+    policies = []
+
+    def measure_(candidates, buffers, policy, *, warm):
+        policies.append(policy.budget_ns)
+        return {}
+
+    monkeypatch.setattr("rmsnorm.bench.run.measure", measure_)
+    bench = Bench(Policy(), Compiler(enabled=False), cache=2**20, rotating=4096)
+    cell = Cell("forward", 2, 32, "float32")
+    for _ in range(2):
+        bench.time_cell(cell)
+    bench.time_cell(Cell("call", 1, 4096, "bfloat16"))
+    full = Policy().budget_ns
+    assert policies == [full // 2, full, full]
+
+
 def results():
     script = Script(timings(add=2.0, op_torch=3.0), WINS, LOSES)
     return run([CALL, CELL, COPY_CELL], script, Policy(retries=0))
@@ -275,9 +350,11 @@ def test_json():
     machine = report.machine(2**25, 2**27)
     document = report.to_dict(results(), machine, {"quick": True}, USAGES)
     document = json.loads(json.dumps(document))
-    fields = {"schema", "machine", "settings", "cells", "memory", "steps", "losing", "ok"}
-    assert set(document) == fields
-    assert document["schema"] == 1
+    fields = {"schema", "machine", "settings", "cells", "memory", "steps", "promises", "losing"}
+    assert set(document) == {*fields, "ok"}
+    assert document["schema"] == 2
+    promise = {one["rival"]: one for one in document["promises"]}["copy"]
+    assert promise["state"] in ("holds", "not measured")
     assert document["ok"] is False
     assert document["losing"] == [str(COPY_CELL), "memory of ours llama"]
     assert [usage["ok"] for usage in document["memory"]] == [True, False, True]
@@ -307,6 +384,7 @@ def test_json():
             "limit",
             "timings",
             "comparisons",
+            "overheads_us",
             "loses",
         }
     )
@@ -327,11 +405,12 @@ def test_json():
 def test_tables_and_summary_print_ratios():
     found = results()
     (call,) = report.call_rows(found)
-    assert call[3:] == ("3.00", "2.00", "1.50", "1.9", "")
+    assert call[3:] == ("torch.ops", "3.00", "0.0%", "2.00", "1.50", "1.9", "")
     assert len(call) == len(report.CALL_COLUMNS)
     rows = report.forward_rows(found)
     assert all(len(row) == len(report.FORWARD_COLUMNS) for row in rows)
-    assert rows[0][4:] == ("torch", "2.00", "2.22", "4.50", "2.00", "-", "")
+    assert rows[0][4:9] == ("torch", "2.00", "0.0%", "-", "-")
+    assert rows[0][9:] == ("2.22", "4.50", "2.00", "-", "-", "-", "")
     # The copy limit is broken by both specs, the compiled peer by one.
     assert [row[-1] for row in rows] == ["", "", "LOSES", "LOSES"]
     text = "\n".join(report.summary(found))
@@ -347,14 +426,15 @@ def test_tables_of_training_and_addition():
     rows = report.train_rows(found)
     assert all(len(row) == len(report.TRAIN_COLUMNS) for row in rows)
     assert rows[0] == (
-        *("512x4096", "bfloat16", "hot", "torch", "2.00"),
+        *("512x4096", "bfloat16", "hot", "fresh", "torch", "2.00", "0.0%", "-", "-"),
         *("1.25", "2.22", "3.50", "1.50", "LOSES"),
     )
-    assert [row[-1] for row in rows] == ["LOSES", ""]
+    assert [row[-1] for row in rows] == ["LOSES", "LOSES"]
     rows = report.add_rows(found)
     assert all(len(row) == len(report.ADD_COLUMNS) for row in rows)
-    assert rows[0][3:] == ("inplace", "torch", "2.00", "2.00", "1.50", "4.00", "2.00", "")
-    assert rows[1][3:] == ("inplace", "llama", "2.00", "2.00", "1.50", "4.00", "-", "")
+    assert rows[0][3:9] == ("inplace", "torch", "2.00", "0.0%", "-", "-")
+    assert rows[0][9:] == ("2.00", "1.50", "4.00", "2.00", "-", "")
+    assert rows[1][9:] == ("2.00", "1.50", "4.00", "-", "-", "")
     assert [row[3] for row in rows] == ["inplace", "inplace", "train", "train"]
     assert report.forward_rows(found) == []
     text = "\n".join(report.summary(found))

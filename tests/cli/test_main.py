@@ -39,6 +39,14 @@ def test_help_of_inspect(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in out
 
 
+def test_help_of_inspect_names_every_small_model(capsys: pytest.CaptureFixture[str]) -> None:
+    from rmsnorm.models.small import PREFIX, SMALL
+
+    assert main(["inspect", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(PREFIX + name for name in SMALL) in out
+
+
 def test_help_does_not_import_torch() -> None:
     result = python(
         "import sys\n"
@@ -68,6 +76,7 @@ def test_python_dash_m() -> None:
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["inspect", "no/such"], "no/such does not exist"),
+        (["inspect", "random:nonsense"], "random:nonsense is not known; expected random: and one"),
         (["inspect", "--nonsense"], "No such option"),
         (["inspect", "a", "b"], "unexpected extra argument"),
         (["inspect", "--dtype", "int8"], "Invalid value for '--dtype': 'int8'; expected some of"),
@@ -108,6 +117,26 @@ def test_text_without_an_end(
     arguments = ["inspect", str(tiny_llama), "--tokens", "4", "--no-speed", "--text", str(path)]
     assert main(arguments) == 0
     assert f"note: only the first 1 MiB of {path} are read\n" in capsys.readouterr().err
+
+
+def test_inspect_of_a_model_without_rms_norms(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["inspect", "random:modernbert"]) == 0
+    out = capsys.readouterr().out
+    assert "float32: 0 of 6 norms replaced" in out
+    assert "none was found to be an RMSNorm that can be replaced" in out
+    assert "hidden states, against the model as it was" in out
+    assert "identical, bit for bit" in out
+    assert "decoding" not in out
+    assert "convention" not in out.partition("hidden states")[2]
+
+
+def test_inspect_of_an_encoder_and_decoder(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["inspect", "random:t5", "--tokens", "9", "--no-speed"]) == 0
+    out = capsys.readouterr().out
+    assert "float32: 12 of 12 norms replaced" in out
+    assert "decoding with a cache" in out
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "~nosuchuser/x"])

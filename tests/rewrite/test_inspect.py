@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from rmsnorm import patch, rms_norm, unpatch
-from rmsnorm.rewrite.inspect import _wrong, inspect_model
+from rmsnorm.models.small import SMALL, small_model
+from rmsnorm.rewrite.inspect import _decode, _prefill, _wrong, inspect_model, token_ids
 
 SIZES = {
     "vocab_size": 64,
@@ -155,3 +156,88 @@ def test_exact_leaves_gated_norms() -> None:
     ]
     assert swapped == [5, 3]
     assert inspect_model(model, TOKENS, seconds=0.0, exact=True).proof.holds
+
+
+# Of each small model: how many norms there are, how many of them are swapped for equal bits, and
+# the conventions.
+FOUND = {
+    "llama4": (7, 7, {"llama", "olmo2"}),
+    "qwen3": (9, 9, {"llama"}),
+    "qwen3-next": (14, 11, {"gemma", "qwen3_next"}),
+    "deepseek-v3": (9, 9, {"llama"}),
+    "olmo2": (9, 9, {"olmo2"}),
+    "gpt-oss": (5, 5, {"olmo2"}),
+    "t5": (12, 12, {"t5"}),
+    "mamba2": (5, 3, {"llama", "mamba2 with groups=2"}),
+    "gemma3n": (38, 38, {"olmo2"}),
+    "whisper": (12, 0, set()),
+    "modernbert": (6, 0, set()),
+}
+
+
+def test_every_small_model_is_expected_here() -> None:
+    assert list(FOUND) == list(SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models(name: str, dtype: torch.dtype) -> None:
+    norms, swapped, conventions = FOUND[name]
+    model = small_model(name, dtype)
+    found = inspect_model(model, TOKENS, seconds=0.0, exact=True)
+    assert (found.norms, found.swapped) == (norms, swapped)
+    named = {group.convention for group in found.groups if group.swapped}
+    assert named == {c for c in conventions if c not in ("qwen3_next", "mamba2 with groups=2")}
+    reasons = {group.reason for group in found.groups if not group.swapped}
+    if norms > swapped > 0:
+        assert reasons == {"torch's silu has other last bits than this package's"}
+    elif not swapped:
+        assert "it subtracts the mean" in reasons
+    proof = found.proof
+    assert proof.holds
+    assert proof.max_abs_diff == 0.0
+    assert proof.prefill_tokens == 20
+    assert proof.decode_tokens == (0 if name == "modernbert" else 8)
+    assert proof.compared == ("hidden states" if name == "modernbert" else "logits")
+    if swapped:
+        assert (proof.wrong_max_abs_diff > 0.0) == (dtype is not torch.float32)
+    if dtype == torch.float32 and swapped != norms and swapped:
+        every = inspect_model(model, TOKENS, seconds=0.0)
+        assert every.swapped == norms
+        assert {group.convention for group in every.groups} == conventions
+        assert 0.0 < every.proof.max_abs_diff < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "t5", "whisper", "mamba2"])
+def test_decoding_continues_what_was_cached(name: str) -> None:
+    model = small_model(name, torch.float32)
+    with torch.no_grad():
+        whole, last = _prefill(model, TOKENS), _decode(model, TOKENS, 5)
+        other = _decode(model, TOKENS.flip(1), 5)
+    torch.testing.assert_close(last, whole[:, -5:], rtol=1e-3, atol=1e-4)
+    assert (other - last).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_what_the_encoder_is_given_reaches_the_logits(name: str) -> None:
+    model = small_model(name, torch.float32)
+    with torch.no_grad():
+        before = _decode(model, TOKENS, 3)
+        for parameter in model.get_encoder().parameters():
+            if parameter.dim() == 1:  # the norms of either
+                parameter.mul_(1.5)
+        assert (_decode(model, TOKENS, 3) - before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["whisper", "modernbert"])
+def test_tokens_for_models_of_other_kinds(name: str) -> None:
+    ids = token_ids(small_model(name, torch.float32), None, "", 24)
+    assert ids.shape == (1, 24)
+    assert 0 <= ids.min() <= ids.max() < 128
+
+
+def test_a_model_that_takes_neither_tokens_nor_sound() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.ViTConfig(**sizes, num_attention_heads=2, image_size=16, patch_size=8)
+    with pytest.raises(ValueError, match="ViTModel takes pixel_values; expected a model of tokens"):
+        inspect_model(transformers.ViTModel(config).eval(), TOKENS)

@@ -34,7 +34,7 @@ def compile_ahead(cells: Iterable[Cell], say: Say = lambda text: None) -> int:
 
     from rmsnorm.bench.peers import compiled_for
 
-    distinct = {compiled_for(cell): cell for cell in cells if cell.kind != "call"}
+    distinct = {compiled_for(cell): cell for cell in cells if cell.kind not in ("call", "sweep")}
     workers = min(os.cpu_count() or 1, 8)
     if len(distinct) < _WORTHWHILE or workers < 2:
         return 0

@@ -1,16 +1,22 @@
 """The memory that a cell runs on, and the physical limit: copies of the same bytes.
 
 A norm reads its input once and writes its output once, as a copy does, so no kernel is faster than
-the best copy in the same state of the memory. Likewise forward and backward copy x to y and dy to
-dx at the least (the backward reads x once more, which this limit leaves out), an addition with its
-norm copies x to y and the residual to the sum, and its backward dy to dx besides. In place nothing
-is copied: there the limit reads and writes back every element.
+the best copy in the same state of the memory. Forward and backward read x and dy twice and write y
+and dx once: that is three copies, x to y, dy to dx, and one that stands for the second reads. An
+addition with its norm copies x to y and the residual to the sum, and its backward dy to dx besides.
+In place nothing is copied: there the limit reads and writes back every element.
+
+Three copies are timed, and the fastest is the limit: PyTorch's, by all threads; the C library's, by
+one; and, where the system has a compiler for it, one by all threads that stores past the cache,
+which wins where the output goes to memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -20,13 +26,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm.bench.grid import Cell
+from rmsnorm.bench.grid import HEADS, Cell
+from rmsnorm.bench.promises import HUGE_PAGES, KEPT_MEMORY
+from rmsnorm.bench.stream import stream_copy
+from rmsnorm.libc import c_function
+
+COPIES = ("copy", "memcpy", "stream", "rewrite")
+"""The names of the candidates that make up the limit."""
 
 MEBIBYTE = 2**20
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 Arguments = tuple[Any, ...]
 Bind = Callable[..., Arguments]
+
+# <malloc.h> of glibc, and what its own thresholds are once it has seen large blocks come and go.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _MMAP_MAX = 32 * MEBIBYTE, 64 * MEBIBYTE, 65536
+
+
+def _as_tuple(results: object) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 @dataclass(frozen=True)
@@ -38,11 +58,59 @@ class Candidate:
         bind: the arguments of ``call`` for the tensors of the cell: ``(x, out)`` in forward cells,
             with None for a fresh output, ``(x, dy)``, ``(x, residual)`` or
             ``(x, residual, dy, dresidual)`` in the others. It runs outside the timed region.
+        results: the tensors in what ``call`` returns, also outside of it.
     """
 
     name: str
     call: Callable[..., object]
     bind: Bind
+    results: Callable[[object], tuple[Tensor, ...]] = _as_tuple
+
+
+def absent_conditions(
+    huge_pages: str = "/sys/kernel/mm/transparent_hugepage/enabled",
+) -> frozenset[str]:
+    """What promises need and this system lacks.
+
+    Fresh memory in huge pages is an advantage only where a program has to ask for them: where the
+    system gives them to everyone, the plain clone has them too.
+
+    Args:
+        huge_pages: the file that tells how the system gives them.
+
+    Example:
+        >>> HUGE_PAGES in absent_conditions("/nonexistent")
+        True
+    """
+    absent = set()
+    try:
+        on_request = "[madvise]" in Path(huge_pages).read_text()
+    except OSError:
+        on_request = False
+    if not on_request or os.environ.get("RMSNORM_HUGE_PAGES") == "0":
+        absent.add(HUGE_PAGES)
+    if c_function("mallopt") is None:
+        absent.add(KEPT_MEMORY)
+    return frozenset(absent)
+
+
+@contextlib.contextmanager
+def kept_memory() -> Iterator[None]:
+    """Within it the C library keeps every block that is freed, so that no page is new twice."""
+    mallopt, trim = c_function("mallopt"), c_function("malloc_trim")
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_MAX, 0)
+    mallopt(_M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_MAX, _MMAP_MAX)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+        if trim is not None:
+            trim(0)
 
 
 def last_level_cache_bytes(root: str = "/sys/devices/system/cpu/cpu0/cache") -> int:
@@ -95,6 +163,8 @@ class Memory:
         count = 1
         if cell.buffers == "rotating":
             count = max(2, math.ceil(self._rotating / cell.nbytes))
+        if cell.kind == "heads":
+            return self._heads(cell, count)
         size = count * cell.rows * cell.d
         shape = (count, cell.rows, cell.d)
         tensors: list[Tensor | None] = []
@@ -102,9 +172,18 @@ class Memory:
             source = self._source(number, size)[:size].view(shape)
             # What is overwritten is a copy, so that the next cell finds random numbers again.
             tensors.append(source.clone() if cell.output == "inplace" else source)
-        if cell.kind in ("forward", "call"):
+        if not cell.trains and cell.kind != "add":
             tensors.append(self._targets(size).view(shape) if cell.output == "given" else None)
         return CellBuffers(tensors)
+
+    def _heads(self, cell: Cell, count: int) -> CellBuffers:
+        """x is ``(count, batch, sequence, queries, d)``, a part of a fused projection; the output
+        that is given is contiguous."""
+        size = count * HEADS.stored * cell.d
+        shape = (count, HEADS.batch, HEADS.sequence, HEADS.queries + HEADS.others, cell.d)
+        x = self._source(0, size)[:size].view(shape)[:, :, :, : HEADS.queries]
+        given = cell.output == "given"
+        return CellBuffers([x, self._targets(x.numel()).view(x.shape) if given else None])
 
     def _source(self, number: int, size: int) -> Tensor:
         if number == len(self._sources):
@@ -124,7 +203,8 @@ class CellBuffers:
     """``count`` of each tensor of a cell, walked through in order.
 
     Args:
-        tensors: each ``(count, rows, d)``; None where every call allocates its result.
+        tensors: each ``(count, rows, d)``, or ``(count, batch, sequence, heads, d)``; None where
+            every call allocates its result.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -133,7 +213,7 @@ class CellBuffers:
         self._next = 0
 
     def first(self) -> tuple[Tensor | None, ...]:
-        """The first of each, ``(rows, d)``."""
+        """The first of each."""
         return self._at(0)
 
     def batch(self, bind: Bind, calls: int) -> Iterable[Arguments]:
@@ -152,32 +232,87 @@ class CellBuffers:
 
 
 def copies(cell: Cell) -> list[Candidate]:
-    """A tensor copy and a ``memcpy`` of the bytes that the cell has to move at the least.
+    """Copies of the bytes that the cell has to move at the least.
 
-    Where the output is fresh, both allocate it, as the norm has to. In place it is one pass that
-    reads every element and writes it back unchanged.
+    Where the output is fresh or recycled, they allocate it, as the norm has to. In place it is one
+    pass that reads every element and writes it back unchanged. Heads that are copied lie in the
+    projection; for the copies of bare bytes as many bytes are taken in a row.
     """
+    if cell.output == "inplace":
+        return [Candidate("rewrite", _rewrite, lambda *tensors: tuple(map(_as_integers, tensors)))]
+    stream = stream_copy(torch.get_num_threads())
     if cell.output == "given":
-        return [
+        found = [
             Candidate("copy", Tensor.copy_, lambda x, out: (out, x)),
             Candidate("memcpy", ctypes.memmove, _addresses),
         ]
-    if cell.output == "inplace":
-        return [Candidate("rewrite", _rewrite, lambda *tensors: tuple(map(_as_integers, tensors)))]
-    if cell.kind == "forward":
+        return found if stream is None else [*found, Candidate("stream", stream, _addresses)]
+    fresh: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        ("copy", torch.clone),
+        ("memcpy", _fresh(ctypes.memmove)),
+    ]
+    if stream is not None and cell.output == "recycled":
+        fresh.append(("stream", _fresh(stream)))
+    if cell.kind in ("forward", "heads"):
+        return [Candidate(name, copy, lambda x, out: (x,)) for name, copy in fresh]
+    if cell.kind == "train":
+        over = {"copy": _copy_over, "memcpy": _over(ctypes.memmove)}
+        if stream is not None:
+            over["stream"] = _over(stream)
         return [
-            Candidate("copy", torch.clone, lambda x, out: (x,)),
-            Candidate("memcpy", _memcpy_fresh, lambda x, out: (x,)),
+            Candidate(name, _twice_read(copy, over[name]), lambda x, dy: (x, dy))
+            for name, copy in fresh
         ]
     # The gradient of the sum, the fourth tensor, is only read.
-    return [
-        Candidate("copy", _each(torch.clone), lambda *tensors: tensors[:3]),
-        Candidate("memcpy", _each(_memcpy_fresh), lambda *tensors: tensors[:3]),
-    ]
+    return [Candidate(name, _each(copy), lambda *tensors: tensors[:3]) for name, copy in fresh]
+
+
+def limit_bytes(cell: Cell) -> int:
+    """The bytes that one call of each of :func:`copies` reads and writes.
+
+    Example:
+        >>> limit_bytes(Cell("train", 512, 4096, "bfloat16")) // 2**20
+        24
+    """
+    if cell.output == "inplace":
+        return 2 * cell.inputs * cell.nbytes
+    if cell.kind in ("train", "add_train"):
+        return 6 * cell.nbytes
+    return 2 * cell.inputs * cell.nbytes
 
 
 def _each(copy: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
     return lambda *tensors: [copy(tensor) for tensor in tensors]
+
+
+def _twice_read(
+    copy: Callable[[Tensor], Tensor], over: Callable[[Tensor, Tensor], object]
+) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """Copies x and dy to new tensors, and x once more, over its copy: no page is touched first."""
+
+    def move(x: Tensor, dy: Tensor) -> list[Tensor]:
+        results = [copy(x), copy(dy)]
+        over(results[0], x)
+        return results
+
+    return move
+
+
+def _copy_over(out: Tensor, x: Tensor) -> object:
+    return out.copy_(x)
+
+
+def _over(move: Callable[[int, int, int], object]) -> Callable[[Tensor, Tensor], object]:
+    return lambda out, x: move(out.data_ptr(), x.data_ptr(), x.nbytes)
+
+
+def _fresh(move: Callable[[int, int, int], object]) -> Callable[[Tensor], Tensor]:
+    def copy(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        move(out.data_ptr(), x.data_ptr(), x.nbytes)
+        return out
+
+    return copy
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -192,12 +327,6 @@ def _rewrite(*tensors: Tensor) -> None:
 def _addresses(x: Tensor, out: Tensor | None) -> Arguments:
     assert out is not None
     return out.data_ptr(), x.data_ptr(), x.nbytes
-
-
-def _memcpy_fresh(x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    ctypes.memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
-    return out
 
 
 def random_values(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

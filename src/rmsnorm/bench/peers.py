@@ -1,4 +1,5 @@
-"""What is timed: this package, eager PyTorch, a model's own norm, and ``torch.compile`` of both.
+"""What is timed: this package, eager PyTorch, a model's own norm, ``torch.compile`` of both, and
+the inference engines that are installed (:mod:`rmsnorm.bench.engines`).
 
 Every peer computes the same function as the candidate it is compared with: ``F.rms_norm`` for spec
 ``torch``, the LLaMA formula for spec ``llama``. Where the output is given, the compiled peers write
@@ -21,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rmsnorm.bench.grid import SPECS, Cell, peers_of
+from rmsnorm.bench.engines import Engines
+from rmsnorm.bench.grid import SPECS, SWEEP_WIDTHS, Cell, peers_of
 from rmsnorm.bench.limit import Arguments, Bind, Candidate
 from rmsnorm.spec import specs
 
@@ -185,7 +187,7 @@ def writes_over(cell: Cell) -> bool:
         >>> writes_over(Cell("forward", 1, 576, "float32", "hot", "given"))
         False
     """
-    return cell.output != "fresh" and cell.nbytes >= _LARGE
+    return cell.output in ("given", "inplace") and cell.nbytes >= _LARGE
 
 
 def _own_code(function: Callable[..., object]) -> Callable[..., object]:
@@ -199,7 +201,11 @@ def _own_code(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def candidates(
-    cell: Cell, weight: nn.Parameter, compiler: Compiler, first: Arguments
+    cell: Cell,
+    weight: nn.Parameter,
+    compiler: Compiler,
+    first: Arguments,
+    engines: Engines | None = None,
 ) -> list[Candidate]:
     """Ours and every peer of a cell, the copies not included.
 
@@ -211,18 +217,23 @@ def candidates(
         weight: ``(d,)``, of the cell's dtype.
         compiler: gives the compiled peers.
         first: the cell's tensors, to compile on.
+        engines: gives the inference engines; None leaves them out.
     """
     if cell.kind == "call":
         return call_candidates(cell, weight)
+    if cell.kind == "sweep":
+        return sweep_candidates(cell)
     if not compiler.has(cell):
         first = _own_storage(first)
     make = {
         "forward": forward_candidates,
+        "heads": forward_candidates,
         "train": train_candidates,
         "add": add_candidates,
         "add_train": add_train_candidates,
     }[cell.kind]
-    return make(cell, weight, compiler, first)
+    found = make(cell, weight, compiler, first)
+    return found if engines is None else [*found, *engines.candidates(cell, weight)]
 
 
 def forward_candidates(
@@ -353,9 +364,35 @@ def add_train_candidates(
 
 
 def call_candidates(cell: Cell, weight: nn.Parameter) -> list[Candidate]:
-    """One call through ``torch.ops``, and ``torch.add`` of the same row."""
+    """One call of the function, of the module and through ``torch.ops``, and ``torch.add`` of the
+    same row."""
+    from rmsnorm import RMSNorm, rms_norm
+
+    module = RMSNorm(cell.d, EPS)
+    module.weight = weight
     add = Candidate("add", torch.add, lambda x, out: (x, x))
-    return [add, *(one for one in _ours(cell, "torch", weight) if one.name == "op torch")]
+    function = Candidate("ours torch", rms_norm, lambda x, out: (x, weight, EPS))
+    return [
+        add,
+        function,
+        Candidate("module torch", module, lambda x, out: (x,)),
+        *(one for one in _ours(cell, "torch", weight) if one.name == "op torch"),
+    ]
+
+
+def sweep_candidates(cell: Cell) -> list[Candidate]:
+    """The norm of the same bytes in rows of each width."""
+    from rmsnorm import rms_norm
+
+    def make(d: int) -> Candidate:
+        weight = nn.Parameter(torch.ones(d, dtype=getattr(torch, cell.dtype)))
+
+        def norm(x: Tensor, out: Tensor) -> object:
+            return rms_norm(x, weight, EPS, out=out)
+
+        return Candidate(f"ours d={d}", norm, lambda x, out: (x.view(-1, d), out.view(-1, d)))
+
+    return [make(d) for d in SWEEP_WIDTHS]
 
 
 def _bind_fresh(weight: Tensor) -> Bind:
@@ -380,7 +417,14 @@ def _own_storage(tensors: Arguments) -> Arguments:
     The compiler's cache on disk tells views of small and of large memory apart, the code does not.
     """
     with torch.inference_mode(False):
-        return tuple(None if tensor is None else tensor.clone() for tensor in tensors)
+        return tuple(
+            None
+            if tensor is None
+            else torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+            for tensor in tensors
+        )
 
 
 def _call_with(*arguments: object) -> Callable[[Callable[..., Any]], object]:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rmsnorm.bench.grid import SPECS, Kind, peers_of
+from rmsnorm.bench.grid import SPECS, SWEEP_WIDTHS, Kind, peers_of
+from rmsnorm.bench.limit import absent_conditions
 from rmsnorm.bench.memory import Usage
+from rmsnorm.bench.promises import AHEAD
 from rmsnorm.bench.run import Comparison, Result
+from rmsnorm.bench.verdicts import Verdict, verdicts
 
 if TYPE_CHECKING:  # a report without steps needs no language model
     from rmsnorm.lm.step import StepTimes
 
-SCHEMA = 1
+SCHEMA = 2
 FORWARD_COLUMNS = (
     "shape",
     "dtype",
@@ -26,9 +29,14 @@ FORWARD_COLUMNS = (
     "output",
     "spec",
     "ours us",
+    "spread",
+    "call us",
+    "kernel us",
     "ours/limit",
     "eager/ours",
     "compiled/ours",
+    "onnxruntime/ours",
+    "openvino/ours",
     "op/ours",
     "",
 )
@@ -36,8 +44,12 @@ TRAIN_COLUMNS = (
     "shape",
     "dtype",
     "buffers",
+    "output",
     "spec",
     "ours us",
+    "spread",
+    "call us",
+    "kernel us",
     "autograd us",
     "ours/limit",
     "eager/ours",
@@ -51,10 +63,14 @@ ADD_COLUMNS = (
     "output",
     "spec",
     "ours us",
+    "spread",
+    "call us",
+    "kernel us",
     "ours/limit",
     "separate/ours",
     "eager/ours",
     "compiled/ours",
+    "onnxruntime/ours",
     "",
 )
 MEMORY_COLUMNS = ("candidate", "peak MiB", "peak/(y+dx)", "tensors/(y+dx)", "limit", "")
@@ -72,8 +88,11 @@ STEP_COLUMNS = (
     "losses differ by",
     "",
 )
-KINDS: tuple[Kind, ...] = ("forward", "train", "add", "add_train")
-CALL_COLUMNS = ("shape", "dtype", "mode", "op us", "add us", "op/add", "limit", "")
+KINDS: tuple[Kind, ...] = ("forward", "heads", "train", "add", "add_train")
+CALL_COLUMNS = ("shape", "dtype", "mode", "by", "us", "spread", "add us", "us/add", "limit", "")
+CALLS = {"ours torch": "rms_norm", "module torch": "module", "op torch": "torch.ops"}
+SWEEP_COLUMNS = ("dtype", "width", "rows", "us", "spread", "ours/limit", "us/narrower", "")
+PROMISE_COLUMNS = ("promise", "bound", "worst", "where", "cases", "")
 
 
 def machine(cache_bytes: int, rotating: int) -> dict[str, Any]:
@@ -87,7 +106,17 @@ def machine(cache_bytes: int, rotating: int) -> dict[str, Any]:
         "last_level_cache_bytes": cache_bytes,
         "rotating_bytes": rotating,
         "load_average": _load(),
+        "lacks": sorted(absent_conditions()),
     }
+
+
+def machine_line(machine_: dict[str, Any]) -> str:
+    """The machine in one line, above the tables and the plots."""
+    return (
+        f"{machine_['cpu']}, {machine_['threads']} threads, torch {machine_['torch']}, "
+        f"kernels: {machine_['isa'] or 'none'}, "
+        f"rotating through {machine_['rotating_bytes'] >> 20} MiB"
+    )
 
 
 def _load() -> float | None:
@@ -141,6 +170,11 @@ def forward_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     return _rows(results, ("forward",), FORWARD_COLUMNS)
 
 
+def heads_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """The same for the cells of attention heads."""
+    return _rows(results, ("heads",), FORWARD_COLUMNS)
+
+
 def train_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """One row for each train cell and spec, in the order of :data:`TRAIN_COLUMNS`."""
     return _rows(results, ("train",), TRAIN_COLUMNS)
@@ -178,9 +212,12 @@ def _value(result: Result, spec: str, column: str) -> str:
         "shape": cell.shape,
         "dtype": cell.dtype,
         "buffers": cell.buffers,
-        "output": "train" if cell.trains else cell.output,
+        "output": "train" if cell.kind == "add_train" else cell.output,
         "spec": spec,
         "ours us": _number(ours),
+        "spread": _spread(result, f"ours {spec}"),
+        "call us": _number(result.overheads.get(f"ours {spec}")),
+        "kernel us": _number(result.kernel_us(f"ours {spec}")),
         "autograd us": _number(_median(result, "autograd")),
     }[column]
 
@@ -213,7 +250,7 @@ def step_rows(steps: Sequence[StepTimes]) -> list[tuple[str, ...]]:
             f"{found.ratio:.2f}",
             f"{found.share('eager'):.1%}",
             f"{found.share('ours'):.1%}",
-            f"{found.gone:.0%}",
+            f"{found.gone:.0%}" if found.gone_interval.tells else "?",
             "" if found.loss_difference is None else f"{found.loss_difference:.1e}",
             _flags(not found.ok, disturbed=False),
         )
@@ -222,46 +259,122 @@ def step_rows(steps: Sequence[StepTimes]) -> list[tuple[str, ...]]:
 
 
 def call_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """One row for each call cell, in the order of :data:`CALL_COLUMNS`."""
+    """One row for each call cell and way to call, in the order of :data:`CALL_COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     for result in results:
         cell = result.cell
         if cell.kind != "call":
             continue
-        ours, add = _median(result, "op torch"), _median(result, "add")
-        limit = "".join(f"{one.limit.ratio:g}" for one in result.comparisons)
+        add = _median(result, "add")
+        for name, words in CALLS.items():
+            asked = [one for one in result.comparisons if one.limit.ours == name]
+            if name not in result.timings and not asked:
+                continue
+            took = _median(result, name)
+            rows.append(
+                (
+                    cell.shape,
+                    cell.dtype,
+                    cell.grad_mode,
+                    words,
+                    _number(took),
+                    _spread(result, name),
+                    _number(add),
+                    _ratio(took, add),
+                    "".join(f"{one.limit.ratio:g}" for one in asked),
+                    _flags(not all(one.ok for one in asked), result.disturbed),
+                )
+            )
+    return rows
+
+
+def sweep_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """One row for each dtype and width, in the order of :data:`SWEEP_COLUMNS`.
+
+    The bytes are the same in every row, so the ratio of two times is that of the times per byte.
+    """
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        if result.cell.kind != "sweep":
+            continue
+        limit = _median(result, result.physical_limit)
+        narrower = None
+        for d in SWEEP_WIDTHS:
+            name = f"ours d={d}"
+            took = _median(result, name)
+            lost = any(not one.ok and name == one.limit.ours for one in result.comparisons)
+            rows.append(
+                (
+                    result.cell.dtype,
+                    str(d),
+                    str(result.cell.rows * result.cell.d // d),
+                    _number(took),
+                    _spread(result, name),
+                    _ratio(took, limit),
+                    _ratio(took, narrower),
+                    _flags(lost, result.disturbed),
+                )
+            )
+            narrower = took
+    return rows
+
+
+def promise_rows(found: Sequence[Verdict], unmeasured: bool = True) -> list[tuple[str, ...]]:
+    """One row for each promise, in the order of :data:`PROMISE_COLUMNS`.
+
+    Args:
+        found: the verdicts.
+        unmeasured: whether to list the promises that this run has no cell for.
+    """
+    rows: list[tuple[str, ...]] = []
+    for verdict in found:
+        promise, worst = verdict.promise, verdict.worst
+        if verdict.state == "not measured" and not unmeasured:
+            continue
+        relation = "<" if promise.strict else "<="
         rows.append(
             (
-                cell.shape,
-                cell.dtype,
-                cell.grad_mode,
-                _number(ours),
-                _number(add),
-                _ratio(ours, add),
-                limit,
-                _flags(result.loses, result.disturbed),
+                promise.name,
+                f"{promise.ours} / {promise.rival} {relation} {promise.ratio:.3g}",
+                "-" if worst is None or worst.ratio is None else f"{worst.ratio:.3f}",
+                "-" if worst is None else worst.where,
+                f"{len(verdict.cases) - len(verdict.broken)} of {len(verdict.cases)}",
+                f"{verdict.state}: no {verdict.missing}" if verdict.missing else verdict.state,
             )
         )
     return rows
 
 
+def without_empty(
+    columns: Sequence[str], rows: Sequence[tuple[str, ...]]
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The table without the columns in which nothing was measured.
+
+    Example:
+        >>> without_empty(("a", "b"), [("1", "-"), ("2", "-")])
+        (['a'], [('1',), ('2',)])
+    """
+    kept = [
+        number
+        for number, column in enumerate(columns)
+        if not column or any(row[number] != "-" for row in rows)
+    ]
+    return (
+        [columns[number] for number in kept],
+        [tuple(row[number] for number in kept) for row in rows],
+    )
+
+
 def summary(
     results: Sequence[Result], usages: Sequence[Usage] = (), steps: Sequence[StepTimes] = ()
 ) -> list[str]:
-    """A line for each kind and peer, for each limit that is not a peer, and each broken one."""
+    """A line for each kind and peer, for the memory and the steps, and each broken limit."""
     lines = []
     for kind in KINDS:
         for spec in SPECS:
-            for peer in peers_of(kind, spec):
+            for peer in ("separate", *peers_of(kind, spec)):
                 lines += _peer_lines(results, kind, f"{peer} {spec}")
-    for result in results:
-        for comparison in result.comparisons:
-            limit = comparison.limit
-            if limit.rival == "copy" and comparison.ratio:
-                lines.append(
-                    f"{limit.ours} / copy: {comparison.ratio:.2f} (limit {limit.ratio:g}) "
-                    f"at {result.cell}"
-                )
+    lines += _ahead_lines(results)
     for usage in usages:
         limit_text = "" if usage.limit is None else f" (limit {usage.limit:g})"
         lines.append(f"memory: {usage.name} / (y + dx): {usage.ratio:.3f}{limit_text}")
@@ -276,11 +389,7 @@ def summary(
         if not usage.ok
     ]
     for found in steps:
-        lines.append(
-            f"{'' if found.ok else 'loses: '}step: {_step_name(found)}: eager / ours: "
-            f"{found.ratio:.3f}; {found.gone:.0%} of the time of eager norms is gone, which was "
-            f"{found.share('eager'):.1%} of the step"
-        )
+        lines.append(f"{'' if found.ok else 'loses: '}step: {found.text()}")
     if results:
         losing = sum(result.loses for result in results)
         lines.append(f"{len(results) - losing} of {len(results)} cells hold, {losing} lose")
@@ -288,6 +397,20 @@ def summary(
     if disturbed:
         lines.append(f"{disturbed} cells were disturbed (~): something else used the machine")
     return lines
+
+
+def _ahead_lines(results: Sequence[Result]) -> list[str]:
+    """How many cells are behind a peer, and which."""
+    (found,) = (one for one in verdicts(results) if one.promise is AHEAD)
+    if not found.cases:
+        return []
+    behind = sorted(found.broken, key=lambda case: -(case.ratio or math.inf))
+    total = len(found.cases)
+    return [
+        f"ahead of every peer in {total - len(behind)} of {total} cells, behind in "
+        f"{len(behind) / total:.1%}",
+        *(f"behind: {case.where}: {case.ratio:.2f}" for case in behind if case.ratio is not None),
+    ]
 
 
 def _step_name(found: StepTimes) -> str:
@@ -329,8 +452,10 @@ def to_dict(
     settings: dict[str, Any],
     usages: Sequence[Usage] = (),
     steps: Sequence[StepTimes] = (),
+    absent: Collection[str] = (),
 ) -> dict[str, Any]:
     """Everything, for JSON. Times are microseconds for one call."""
+    found_verdicts = verdicts(results, usages, steps, absent)
     return {
         "schema": SCHEMA,
         "machine": machine_,
@@ -344,6 +469,7 @@ def to_dict(
                 "ms": {name: list(samples) for name, samples in found.samples.items()},
                 "eager_over_ours": found.ratio,
                 "gone": found.gone,
+                "intervals": found.intervals(),
                 "share_of_eager": found.share("eager"),
                 "share_of_ours": found.share("ours"),
                 "loss_difference": found.loss_difference,
@@ -351,14 +477,28 @@ def to_dict(
             }
             for found in steps
         ],
+        "promises": [_verdict_dict(verdict) for verdict in found_verdicts],
         "losing": [
             *(str(result.cell) for result in results if result.loses),
             *(f"memory of {usage.name}" for usage in usages if not usage.ok),
             *(f"step of {_step_name(found)}" for found in steps if not found.ok),
         ],
-        "ok": not any(result.loses for result in results)
-        and all(usage.ok for usage in usages)
-        and all(found.ok for found in steps),
+        "ok": all(verdict.ok for verdict in found_verdicts),
+    }
+
+
+def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
+    promise, worst = verdict.promise, verdict.worst
+    return {
+        "name": promise.name,
+        "ours": promise.ours,
+        "rival": promise.rival,
+        "limit": promise.ratio,
+        "state": verdict.state,
+        "missing": verdict.missing or None,
+        "cases": len(verdict.cases),
+        "broken": [{"where": case.where, "ratio": case.ratio} for case in verdict.broken],
+        "worst": None if worst is None else {"where": worst.where, "ratio": worst.ratio},
     }
 
 
@@ -405,6 +545,7 @@ def _cell_dict(result: Result) -> dict[str, Any]:
             }
             for one in result.comparisons
         ],
+        "overheads_us": dict(result.overheads),
         "loses": result.loses,
     }
 
@@ -416,6 +557,14 @@ def _is_about(comparison: Comparison, spec: str) -> bool:
 def _median(result: Result, name: str | None) -> float | None:
     timing = None if name is None else result.timings.get(name)
     return None if timing is None else timing.median
+
+
+def _spread(result: Result, name: str) -> str:
+    """The median absolute deviation, relative to the median."""
+    timing = result.timings.get(name)
+    if timing is None or not timing.median:
+        return "-"
+    return f"{timing.mad / timing.median:.1%}"
 
 
 def _number(value: float | None) -> str:

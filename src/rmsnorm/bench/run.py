@@ -7,6 +7,9 @@ who would use up the cell's time alone is sampled in the first, the middle and t
 copy (``torch.add`` in call cells) is the control: if its own samples spread or drift, or anyone's
 spread widely, the cell is measured again, and marked if that does not help. A cell that loses is
 measured again, up to twice, before it counts.
+
+A cell of which no more is promised than to be ahead of the peers, which are mostly far behind, gets
+half the time at first, and all of it if it is measured again.
 """
 
 from __future__ import annotations
@@ -16,16 +19,27 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from rmsnorm.bench.grid import SPECS, Cell, Limit, limits
-from rmsnorm.bench.limit import Arguments, Bind, Candidate, CellBuffers, Memory, copies
+from rmsnorm.bench.engines import Engines
+from rmsnorm.bench.grid import SPECS, Cell, tiny
+from rmsnorm.bench.limit import (
+    COPIES,
+    Arguments,
+    Bind,
+    Candidate,
+    CellBuffers,
+    Memory,
+    copies,
+    kept_memory,
+)
 from rmsnorm.bench.peers import Compiler, candidates
+from rmsnorm.bench.promises import Limit, has_figure, limits
 from rmsnorm.progress import Say
 
 Clock = Callable[[], int]
@@ -104,6 +118,8 @@ class Timing:
 
 
 Timings = Mapping[str, Timing]
+Overheads = Mapping[str, float]
+"""For each candidate, the microseconds of a call that computes next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ class Result:
     comparisons: tuple[Comparison, ...]
     attempts: int
     disturbed: bool
+    overheads: Overheads = field(default_factory=dict)
 
     @property
     def loses(self) -> bool:
@@ -135,8 +152,13 @@ class Result:
     @property
     def physical_limit(self) -> str | None:
         """The name of the fastest copy."""
-        found = [name for name in ("copy", "memcpy", "rewrite") if name in self.timings]
-        return min(found, key=lambda name: self.timings[name].median, default=None)
+        return fastest_copy(self.timings)
+
+    def kernel_us(self, name: str) -> float | None:
+        """The median of ``name`` without its call; None where one of them was not measured."""
+        if name not in self.timings or name not in self.overheads:
+            return None
+        return max(self.timings[name].median - self.overheads[name], 0.0)
 
 
 class WrongResultError(RuntimeError):
@@ -231,25 +253,46 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def judge(cell: Cell, timings: Timings) -> tuple[Comparison, ...]:
+def fastest_copy(timings: Timings) -> str | None:
+    """The name of the candidate that is the physical limit."""
+    found = [name for name in COPIES if name in timings]
+    return min(found, key=lambda name: timings[name].median, default=None)
+
+
+def compare(limit: Limit, timings: Timings) -> Comparison | None:
+    """What was measured for ``limit``; None where its rival is absent.
+
+    Example:
+        >>> times = {"add": Timing((2.0,), 1), "op torch": Timing((3.0,), 1)}
+        >>> compare(Limit("op torch", "add", 1.9, strict=False), times).ratio
+        1.5
+    """
+    rival = fastest_copy(timings) if limit.rival == "limit" else limit.rival
+    if limit.ours not in timings:
+        return Comparison(limit, None)
+    if rival is None or rival not in timings:
+        return None
+    return Comparison(limit, timings[limit.ours].median / timings[rival].median)
+
+
+def judge(cell: Cell, timings: Timings, absent: Collection[str] = ()) -> tuple[Comparison, ...]:
     """The limits of ``cell`` against the medians; peers that are absent are left out.
 
     Example:
-        >>> cell = Cell("call", 1, 4096, "bfloat16")
+        >>> cell = Cell("call", 1, 4096, "bfloat16", grad_mode="no_grad")
         >>> judge(cell, {"add": Timing((2.0,), 1), "op torch": Timing((3.0,), 1)})[0].ratio
         1.5
     """
-    found = []
-    for limit in limits(cell):
-        if limit.ours not in timings:
-            found.append(Comparison(limit, None))
-        elif limit.rival in timings:
-            ratio = timings[limit.ours].median / timings[limit.rival].median
-            found.append(Comparison(limit, ratio))
-    return tuple(found)
+    found = (compare(limit, timings) for limit in limits(cell, absent))
+    return tuple(one for one in found if one is not None)
 
 
-def settle(cell: Cell, time_cell: Callable[[Cell], Timings], retries: int) -> Result:
+def settle(
+    cell: Cell,
+    time_cell: Callable[[Cell], Timings],
+    retries: int,
+    absent: Collection[str] = (),
+) -> Result:
     """The result of one cell: measured again once if disturbed, up to ``retries`` times if it
     loses. The first attempt that wins is kept, or else the last."""
     attempts = 0
@@ -261,7 +304,7 @@ def settle(cell: Cell, time_cell: Callable[[Cell], Timings], retries: int) -> Re
         if disturbed and not repeated:
             repeated = True
             continue
-        result = Result(cell, timings, judge(cell, timings), attempts, disturbed)
+        result = Result(cell, timings, judge(cell, timings, absent), attempts, disturbed)
         if not result.loses or attempts > retries + repeated:
             return result
 
@@ -280,11 +323,25 @@ def run(
     time_cell: Callable[[Cell], Timings],
     policy: Policy = FULL,
     on_result: Callable[[Result], None] | None = None,
+    *,
+    absent: Collection[str] = (),
+    overheads: Callable[[Cell], Overheads] | None = None,
 ) -> list[Result]:
-    """Settles every cell in turn; ``on_result`` hears of each when it is done."""
+    """Settles every cell in turn.
+
+    Args:
+        cells: what to measure.
+        time_cell: measures one.
+        policy: how often again.
+        on_result: hears of each when it is done.
+        absent: what promises need and this system lacks.
+        overheads: what the calls of a cell cost by themselves.
+    """
     results = []
     for cell in cells:
-        result = settle(cell, time_cell, policy.retries)
+        result = settle(cell, time_cell, policy.retries, absent)
+        if overheads is not None:
+            result = replace(result, overheads=overheads(cell))
         results.append(result)
         if on_result is not None:
             on_result(result)
@@ -299,11 +356,12 @@ class Bench:
         compiler: makes the compiled peers.
         cache: bytes of the last-level cache.
         rotating: bytes of input that rotating cells walk through.
+        engines: makes the inference engines; None leaves them out.
         say: hears what is going on.
 
     Example:
-        >>> tiny = Policy(sample_ns=1000, budget_ns=1, min_rounds=1)
-        >>> bench = Bench(tiny, Compiler(enabled=False), cache=2**20, rotating=2**16)
+        >>> short = Policy(sample_ns=1000, budget_ns=1, min_rounds=1)
+        >>> bench = Bench(short, Compiler(enabled=False), cache=2**20, rotating=2**16)
         >>> timings = bench.time_cell(Cell("forward", 2, 8, "float32"))
         >>> "eager torch" in timings, "copy" in timings
         (True, True)
@@ -316,12 +374,15 @@ class Bench:
         *,
         cache: int,
         rotating: int,
+        engines: Engines | None = None,
         say: Say = lambda text: None,
     ) -> None:
-        self._policy, self._compiler, self._say = policy, compiler, say
+        self._policy, self._compiler, self._engines, self._say = policy, compiler, engines, say
         self._cache, self._rotating = cache, rotating
         self._memory: tuple[str, Memory] | None = None
         self._verified: set[tuple[str, ...]] = set()
+        self._timed: set[Cell] = set()
+        self._overheads: dict[Cell, dict[str, float]] = {}
 
     def time_cell(self, cell: Cell) -> dict[str, Timing]:
         """The timings of every candidate of ``cell``.
@@ -329,28 +390,64 @@ class Bench:
         Raises:
             WrongResultError: our result is not the peers'.
         """
-        # A parameter, as in a model: under no_grad its requires_grad must cost nothing.
-        weight = nn.Parameter(torch.linspace(0.5, 1.5, cell.d, dtype=getattr(torch, cell.dtype)))
         buffers = self._buffers(cell)
-        with grad_mode(cell):
+        with _allocator(cell), grad_mode(cell):
             if not self._compiler.has(cell):
                 self._say(f"{cell}: compiling the peers")
-            found = candidates(cell, weight, self._compiler, buffers.first())
-            if cell.kind != "call":
+            found = self._candidates(cell, buffers, self._compiler, self._engines)
+            if cell.kind not in ("call", "sweep"):
                 # The same calls whatever the buffers, so one look serves both states.
                 calls = (cell.kind, cell.shape, cell.dtype, cell.output)
                 if calls not in self._verified:
                     _verify(cell, found, buffers)
                     self._verified.add(calls)
+            if cell.kind != "call":
                 found = [*copies(cell), *found]
             self._say(f"{cell}: timing")
             warm = cell.buffers == "hot" and cell.touched_bytes <= self._cache
-            return measure(found, buffers, self._policy, warm=warm)
+            return measure(found, buffers, self._policy_of(cell), warm=warm)
+
+    def overheads(self, cell: Cell) -> dict[str, float]:
+        """The microseconds of a call in which next to nothing is computed, made as in ``cell``.
+
+        Ours and the eager peers only: what a compiled peer checks before it runs depends on what it
+        was compiled for.
+        """
+        small = tiny(cell)
+        if cell.kind in ("call", "sweep"):
+            return {}
+        if small not in self._overheads:
+            buffers = self._buffers(small)
+            with grad_mode(small):
+                found = self._candidates(small, buffers, Compiler(enabled=False), None)
+                policy = replace(self._policy, budget_ns=self._policy.budget_ns // 8)
+                timings = measure(found, buffers, policy)
+            self._overheads[small] = {name: timing.median for name, timing in timings.items()}
+        return self._overheads[small]
+
+    def _policy_of(self, cell: Cell) -> Policy:
+        """All the time for a cell with a figure of its own, and for one that is timed again."""
+        if has_figure(cell) or cell in self._timed:
+            return self._policy
+        self._timed.add(cell)
+        return replace(self._policy, budget_ns=self._policy.budget_ns // 2)
+
+    @staticmethod
+    def _candidates(
+        cell: Cell, buffers: CellBuffers, compiler: Compiler, engines: Engines | None
+    ) -> list[Candidate]:
+        # A parameter, as in a model: under no_grad its requires_grad must cost nothing.
+        weight = nn.Parameter(torch.linspace(0.5, 1.5, cell.d, dtype=getattr(torch, cell.dtype)))
+        return candidates(cell, weight, compiler, buffers.first(), engines)
 
     def _buffers(self, cell: Cell) -> CellBuffers:
         if self._memory is None or self._memory[0] != cell.dtype:
             self._memory = (cell.dtype, Memory(cell.dtype, self._rotating))
         return self._memory[1].buffers(cell)
+
+
+def _allocator(cell: Cell) -> contextlib.AbstractContextManager[object]:
+    return kept_memory() if cell.output == "recycled" else contextlib.nullcontext()
 
 
 def grad_mode(cell: Cell) -> contextlib.AbstractContextManager[object]:
@@ -376,8 +473,7 @@ def _verify(cell: Cell, found: Sequence[Candidate], buffers: CellBuffers) -> Non
             with torch.inference_mode(False):
                 tensors = tuple(None if one is None else one.clone() for one in tensors)
         candidate = by_name[name]
-        value = candidate.call(*candidate.bind(*tensors))
-        return value if isinstance(value, tuple) else (value,)
+        return candidate.results(candidate.call(*candidate.bind(*tensors)))
 
     for spec in SPECS:
         reference = f"eager {spec}"

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,13 +23,20 @@ from rmsnorm.bench.grid import (
     Output,
     call_cells,
     grid_cells,
+    heads_cells,
     parse_shape,
+    sweep_cells,
 )
 
 if TYPE_CHECKING:  # all of it imports torch, which --help and bad usage should not wait for
+    from rich.console import Console
+    from rich.table import Table
+
+    from rmsnorm.bench.engines import Engines
     from rmsnorm.bench.memory import Usage
     from rmsnorm.bench.peers import Compiler
     from rmsnorm.bench.run import Result
+    from rmsnorm.bench.verdicts import Verdict
     from rmsnorm.lm.step import StepTimes
 
 # What --kind chooses: the kinds of cells of each, in the order of a run; none for the memory and
@@ -35,12 +44,16 @@ if TYPE_CHECKING:  # all of it imports torch, which --help and bad usage should 
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "call": ("call",),
     "forward": ("forward",),
+    "heads": ("heads",),
     "train": ("train",),
     "add": ("add", "add_train"),
+    "sweep": ("sweep",),
     "memory": (),
     "step": (),
 }
-_FIXED = ("call", "memory", "step")
+# The kinds that have cells of their own, whatever shapes are asked for, before and after the grid.
+_FIXED_CELLS = {"call": call_cells, "heads": heads_cells, "sweep": sweep_cells}
+_FIXED = (*_FIXED_CELLS, "memory", "step")
 
 
 def _parse_shapes(
@@ -52,15 +65,34 @@ def _parse_shapes(
         raise click.BadParameter(str(error), ctx, param) from None
 
 
+@dataclass(frozen=True)
+class _Request:
+    check: bool
+    quick: bool
+    compiled: bool
+    engines: bool
+    json_path: str | None
+    plot_path: str | None
+    threads: int | None
+
+
 @click.command()
-@click.option("--check", is_flag=True, help="Exit 1 where a cell loses.")
+@click.option("--check", is_flag=True, help="Exit 1 where a promise does not hold; list them all.")
 @click.option("--quick", is_flag=True, help="Fewer rounds: a first impression.")
 @click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
+@click.option("--no-engines", is_flag=True, help="Leave ONNX Runtime and OpenVINO out.")
 @click.option(
     "--json",
     "json_path",
     metavar="FILE",
     help="Write everything measured to FILE; - writes it to stdout instead of the tables.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    metavar="FILE",
+    help="Draw rooflines, bars against every peer and the sweep to FILE, by its ending an .svg, "
+    ".png or .html.",
 )
 @click.option(
     "--shape",
@@ -78,8 +110,9 @@ def _parse_shapes(
     "kinds",
     multiple=True,
     type=click.Choice(tuple(_KINDS)),
-    help="Only this: the cost of one call, the forward, forward and backward, the fused residual "
-    "addition, the peak memory, or the training step of whole models. May be repeated.",
+    help="Only this: the cost of one call, the forward, attention heads inside a projection, "
+    "forward and backward, the fused residual addition, the same bytes in rows of every width, the "
+    "peak memory, or the training step of whole models. May be repeated.",
 )
 @click.option("--memory", is_flag=True, help="The same as --kind memory.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads; torch's default otherwise.")
@@ -87,7 +120,9 @@ def bench(
     check: bool,
     quick: bool,
     no_compile: bool,
+    no_engines: bool,
     json_path: str | None,
+    plot_path: str | None,
     shapes: list[tuple[int, int]],
     dtypes: tuple[str, ...],
     buffers: tuple[str, ...],
@@ -96,14 +131,16 @@ def bench(
     memory: bool,
     threads: int | None,
 ) -> None:
-    """Time the norm against F.rms_norm, a model's own norm, torch.compile and a plain copy.
+    """Time the norm against F.rms_norm, a model's own norm, torch.compile and plain copies.
 
-    Timed are one call through torch.ops, the forward, forward and backward, and the residual
+    Timed are one call by each way to make it, the forward, forward and backward, and the residual
     addition with its norm: in one process, interleaved; medians. Ratios above 1 in the columns
-    separate/ours, eager/ours and compiled/ours mean that this package is faster; ours/limit is the
-    distance from the fastest copy of the same bytes. The peak memory of forward and backward is
-    measured for each peer in a process of its own. Of two small language models the whole training
-    step is timed, with these norms, with torch.nn.RMSNorm and without norms.
+    separate/ours, eager/ours and so on mean that this package is faster; ours/limit is the distance
+    from the fastest copy of the same bytes; "call us" is a call that computes next to nothing, and
+    "kernel us" the rest. ONNX Runtime and OpenVINO are timed where they are installed. The peak
+    memory of forward and backward is measured for each peer in a process of its own. Of two small
+    language models the whole training step is timed, with these norms, with torch.nn.RMSNorm and
+    without norms. Below the tables stands each promise and whether it holds.
     """
     chosen = {*kinds, *(("memory",) if memory else ())}
     selected = bool(shapes or dtypes or buffers or outputs)
@@ -121,21 +158,39 @@ def bench(
         cast("tuple[Buffers, ...]", buffers) or BUFFERS,
         cast("tuple[Output, ...]", outputs) or OUTPUTS,
     )
-    if "call" in chosen:
-        cells = call_cells() + cells
+    for name, make in _FIXED_CELLS.items():
+        if name in chosen:
+            # First the calls, which the memory of larger cells would disturb.
+            cells = [*make(), *cells] if name == "call" else [*cells, *make()]
     others = tuple(name for name in ("memory", "step") if name in chosen)
     if not cells and not others:
         raise click.UsageError("nothing is left to measure: no cell of this kind has this output")
     if json_path is not None and json_path != "-":
-        _check_writable(Path(json_path))
+        _check_writable(Path(json_path), "--json")
+    if plot_path is not None:
+        _check_plot(Path(plot_path), cells)
     if shapes:
         _check_memory(cells)
-    lost = _run(cells, others, quick, not no_compile, json_path, threads)
-    if check and lost:
+    request = _Request(check, quick, not no_compile, not no_engines, json_path, plot_path, threads)
+    held = _run(cells, others, request)
+    if check and not held:
         click.get_current_context().exit(1)
 
 
-def _check_writable(path: Path) -> None:
+def _check_plot(path: Path, cells: list[Cell]) -> None:
+    """Refuses a picture that could not be drawn, before anything is measured."""
+    from rmsnorm.bench.plot import PlotError, require
+
+    try:
+        require(path)
+    except PlotError as error:
+        raise click.BadParameter(str(error), param_hint="'--plot'") from None
+    if all(cell.kind == "call" for cell in cells):
+        raise click.UsageError("--plot draws cells, and none of these kinds has one to draw")
+    _check_writable(path, "--plot")
+
+
+def _check_writable(path: Path, option: str) -> None:
     """Refuses a path that the results could not be written to, before they are measured."""
     with contextlib.suppress(FileNotFoundError):
         path.stat()  # raises for a name that no file can have
@@ -147,7 +202,7 @@ def _check_writable(path: Path) -> None:
     elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         reason = "it cannot be written"
     if reason is not None:
-        raise click.BadParameter(f"{str(path)!r}: {reason}", param_hint="'--json'")
+        raise click.BadParameter(f"{str(path)!r}: {reason}", param_hint=f"'{option}'")
 
 
 def _check_memory(cells: list[Cell]) -> None:
@@ -158,7 +213,7 @@ def _check_memory(cells: list[Cell]) -> None:
     for cell in cells:
         buffers = 2 if cell.buffers == "rotating" else 1
         # The output that is given, or the copies that are written over.
-        given = {"fresh": 0, "given": 1, "inplace": cell.inputs}[cell.output]
+        given = {"given": 1, "inplace": cell.inputs}.get(cell.output, 0)
         # A model's own norm makes two float32 tensors and one result on its way; with its backward
         # it keeps up to eight.
         temporaries = (8 if cell.trains else 2) * 4 * cell.rows * cell.d
@@ -183,28 +238,27 @@ def _available_bytes() -> int | None:
         return None
 
 
-def _run(
-    cells: list[Cell],
-    others: tuple[str, ...],
-    quick: bool,
-    compiled: bool,
-    json_path: str | None,
-    threads: int | None,
-) -> bool:
+def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
+    """Measures and prints; whether every promise holds that was measured."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from rmsnorm.bench import report
     from rmsnorm.bench.ahead import compile_ahead
-    from rmsnorm.bench.limit import last_level_cache_bytes, rotating_bytes
+    from rmsnorm.bench.engines import Engines
+    from rmsnorm.bench.limit import absent_conditions, last_level_cache_bytes, rotating_bytes
     from rmsnorm.bench.memory import NAMES, MeasurementError, measure_memory
-    from rmsnorm.bench.peers import Compiler
+    from rmsnorm.bench.peers import EPS, Compiler
     from rmsnorm.bench.run import FULL, QUICK, Bench, WrongResultError, run
+    from rmsnorm.bench.verdicts import verdicts
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    quick, compiled, json_path = request.quick, request.compiled, request.json_path
     policy = QUICK if quick else FULL
+    absent = absent_conditions()
+    engines = Engines(EPS, request.engines)
     cache = last_level_cache_bytes()
     rotating = rotating_bytes(cache)
     compiler = Compiler(compiled)
@@ -227,7 +281,7 @@ def _run(
         def say(text: str) -> None:
             progress.update(task, description=text)
 
-        timer = Bench(policy, compiler, cache=cache, rotating=rotating, say=say)
+        timer = Bench(policy, compiler, cache=cache, rotating=rotating, engines=engines, say=say)
         usages: list[Usage] = []
         steps: list[StepTimes] = []
         try:
@@ -236,7 +290,14 @@ def _run(
                 progress.advance(task, len(names))
             if compiled:
                 compile_ahead(cells, say)
-            results = run(cells, timer.time_cell, policy, lambda result: progress.advance(task))
+            results = run(
+                cells,
+                timer.time_cell,
+                policy,
+                lambda result: progress.advance(task),
+                absent=absent,
+                overheads=timer.overheads,
+            )
             if "step" in others:
                 from rmsnorm.lm.step import QUICK_WORKLOADS, WORKLOADS, measure_steps
 
@@ -244,21 +305,27 @@ def _run(
         except (WrongResultError, MeasurementError) as error:
             raise click.ClickException(str(error)) from None
 
+    found = verdicts(results, usages, steps, absent)
     if json_path is not None:
-        settings = {"quick": quick, "compile": compiled and compiler.failure is None}
-        text = json.dumps(report.to_dict(results, machine, settings, usages, steps), indent=2)
+        settings = {
+            "quick": quick,
+            "compile": compiled and compiler.failure is None,
+            "engines": engines.names,
+        }
+        document = report.to_dict(results, machine, settings, usages, steps, absent)
+        text = json.dumps(document, indent=2)
         if json_path == "-":
             click.echo(text)
         else:
             Path(json_path).write_text(text + "\n")
+    if request.plot_path is not None:
+        from rmsnorm.bench.plot import draw
+
+        draw(results, Path(request.plot_path), report.machine_line(machine))
     if json_path != "-":
-        _print(results, usages, steps, machine, compiler)
-    held = (
-        all(not result.loses for result in results),
-        all(usage.ok for usage in usages),
-        all(found.ok for found in steps),
-    )
-    return not all(held)
+        _print(results, usages, steps, machine, compiler, engines)
+        _print_promises(found, request.check)
+    return all(verdict.ok for verdict in found)
 
 
 def _print(
@@ -267,42 +334,63 @@ def _print(
     steps: list[StepTimes],
     machine: dict[str, Any],
     compiler: Compiler,
+    engines: Engines,
 ) -> None:
     """Prints a table for each kind that was measured, and the sentences below them."""
-    from rich.console import Console
-    from rich.table import Table
-
     from rmsnorm.bench import report
 
-    # Off a terminal the width is the table's: a wrapped row cannot be searched.
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
-        f"kernels: {machine['isa'] or 'none'}, "
-        f"rotating through {machine['rotating_bytes'] >> 20} MiB",
-        highlight=False,
-    )
+    console = _console()
+    console.print(report.machine_line(machine), highlight=False)
     for title, columns, rows in (
-        ("one call through torch.ops", report.CALL_COLUMNS, report.call_rows(results)),
+        ("one call", report.CALL_COLUMNS, report.call_rows(results)),
         ("forward", report.FORWARD_COLUMNS, report.forward_rows(results)),
+        ("heads in a fused projection", report.FORWARD_COLUMNS, report.heads_rows(results)),
         ("forward and backward", report.TRAIN_COLUMNS, report.train_rows(results)),
         ("residual addition and norm", report.ADD_COLUMNS, report.add_rows(results)),
+        ("the same bytes in rows of every width", report.SWEEP_COLUMNS, report.sweep_rows(results)),
         ("peak memory of forward and backward", report.MEMORY_COLUMNS, report.memory_rows(usages)),
         ("training steps of whole models", report.STEP_COLUMNS, report.step_rows(steps)),
     ):
-        if not rows:
-            continue
-        table = Table(title=title, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="right" if "/" in column else "left")
-        for row in rows:
-            table.add_row(*row, style="red" if "LOSES" in row[-1] else None)
-        console.print(table)
+        if rows:
+            console.print(_table(title, *report.without_empty(columns, rows)))
     warning = report.load_warning(machine)
     if warning is not None:
         console.print(warning, highlight=False)
     if compiler.failure is not None:
         where = "failed in some cells" if compiler.enabled else "is absent"
         console.print(f"torch.compile {where}: {compiler.failure}", markup=False)
+    for what, reason in engines.failures.items():
+        console.print(f"{what} is absent: {reason}", markup=False, soft_wrap=True)
     for line in report.summary(results, usages, steps):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_promises(found: list[Verdict], unmeasured: bool) -> None:
+    from rmsnorm.bench import report
+
+    rows = report.promise_rows(found, unmeasured)
+    if rows:
+        _console().print(_table("promises", report.PROMISE_COLUMNS, rows))
+    broken = sum(not verdict.ok for verdict in found)
+    held = sum(verdict.state == "holds" for verdict in found)
+    click.echo(f"{held} promises hold, {broken} do not, {len(found) - held - broken} not measured")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # Off a terminal the width is the table's: a wrapped row cannot be searched.
+    return Console(width=None if sys.stdout.isatty() else 240)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        number = "/" in column or column in ("spread", "worst") or column.endswith(" us")
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        lost = row[-1].startswith(("LOSES", "does not hold"))
+        table.add_row(*row, style="red" if lost else None)
+    return table

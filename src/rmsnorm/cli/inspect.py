@@ -21,6 +21,7 @@ from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
     from rmsnorm.rewrite.inspect import Inspection
+    from rmsnorm.rewrite.speed import Speeds
 
 # Genesis 1:1-3 in the King James version, which is in the public domain.
 GENESIS = (
@@ -72,7 +73,20 @@ _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     show_default=True,
     help="Use at most this many tokens of the text.",
 )
-@click.option("--speed/--no-speed", default=True, help="Whether to time norms and forward passes.")
+@click.option(
+    "--speed/--no-speed",
+    default=None,
+    help="Time whole models (prefill, decoding, a training step) until norms can be told from "
+    "noise, or time nothing. By default norms and forward passes are timed for ten seconds.",
+)
+@click.option("--compile", "compiled", is_flag=True, help="With --speed: time torch.compile, too.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1.0, max=1e6),
+    default=600.0,
+    show_default=True,
+    help="With --speed: about how long to time each dtype; six rounds in any case.",
+)
 @click.option("--exact", is_flag=True, help="Replace only norms that agree bit for bit.")
 @click.option(
     "--fuse-residual", is_flag=True, help="Join residual additions with the norms after them."
@@ -84,7 +98,9 @@ def inspect(
     dtypes: list[str],
     text: Path | None,
     tokens: int,
-    speed: bool,
+    speed: bool | None,
+    compiled: bool,
+    seconds: float,
     exact: bool,
     fuse_residual: bool,
     threads: int | None,
@@ -93,30 +109,51 @@ def inspect(
     """Find, replace, prove and time the norms of MODEL.
 
     MODEL is a Hugging Face folder, a GGUF file, or the name of an installed model: smollm2 (the
-    default) or gemma3. Each norm's convention is found by how it behaves. The norms are replaced in
-    a copy, and the copy's logits are compared with the model's: the command exits with 1 unless
-    they are identical, bit for bit, in prefill and in decoding with a key-value cache. The results
-    of gated norms are not, so for a model with them say --exact, which leaves those alone.
+    default) or gemma3. Or it is a small model of random weights, made up here: random:llama4,
+    random:qwen3, random:qwen3-next, random:deepseek-v3, random:olmo2, random:gpt-oss, random:t5,
+    random:mamba2, random:gemma3n, random:whisper, random:modernbert.
+
+    Each norm's convention is found by how it behaves. The norms are replaced in a copy, and the
+    copy's logits are compared with the model's: the command exits with 1 unless they are identical,
+    bit for bit, in prefill and in decoding with a cache (of an encoder, the hidden states). The
+    results of gated norms are not, so for a model with them say --exact, which leaves those alone.
     """
+    if compiled and not speed:
+        raise click.UsageError("--compile is about --speed, which was not given")
     words = GENESIS if text is None else _read_text(text)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = []
     for dtype in dtypes:
         with one_error(), progress() as say:
-            inspection = _inspect(
-                model, dtype, words, tokens, speed, threads, say, exact, fuse_residual
+            inspection, speeds = _inspect(
+                model,
+                dtype,
+                words,
+                tokens,
+                speed,
+                threads,
+                say,
+                exact,
+                fuse_residual,
+                compiled,
+                seconds,
             )
-        found.append(inspection)
+        found.append((inspection, speeds))
         if not as_json:
             _print(console, model, inspection, first=len(found) == 1)
+            if speeds is not None:
+                _print_speeds(console, speeds)
             sys.stdout.flush()  # the next dtype takes a while
-    proven = all(inspection.proof.holds for inspection in found)
+    proven = all(inspection.proof.holds for inspection, _ in found)
     if as_json:
         document = {
             "model": model,
             "proven": proven,
             "environment": _environment(),
-            "inspections": [inspection.to_dict() for inspection in found],
+            "inspections": [
+                inspection.to_dict() | ({} if speeds is None else {"speed": speeds.to_dict()})
+                for inspection, speeds in found
+            ],
         }
         print(json.dumps(document, indent=2))
     return 0 if proven else 1
@@ -142,12 +179,14 @@ def _inspect(
     dtype: str,
     text: str,
     tokens: int,
-    speed: bool,
+    speed: bool | None,
     threads: int | None,
     say: Say,
     exact: bool,
     fuse_residual: bool,
-) -> Inspection:
+    compiled: bool,
+    seconds: float,
+) -> tuple[Inspection, Speeds | None]:
     say("loading PyTorch")
     import torch
 
@@ -162,13 +201,20 @@ def _inspect(
         click.echo("note: the model has no tokenizer, so its tokens are random", err=True)
     if ids.shape[1] < 2:
         raise click.ClickException("the text has fewer than 2 tokens")
-    return inspect_model(
+    inspection = inspect_model(
         loaded,
         ids,
-        seconds=10.0 if speed else 0.0,
+        seconds=10.0 if speed is None else 0.0,
         exact=exact,
         fuse_residual=fuse_residual,
         say=say,
+    )
+    if not speed:
+        return inspection, None
+    from rmsnorm.rewrite.speed import measure_speed
+
+    return inspection, measure_speed(
+        loaded, ids, exact=exact, compiled=compiled, seconds=seconds, say=say
     )
 
 
@@ -206,6 +252,8 @@ def _print(console: Console, model: str, inspection: Inspection, first: bool) ->
         f"\n[bold]{inspection.dtype}[/]: {inspection.swapped} of {inspection.norms} norms replaced",
         highlight=False,
     )
+    if not inspection.swapped:
+        console.print("none was found to be an RMSNorm that can be replaced")
     if inspection.blocks:
         console.print(
             f"{inspection.fused_blocks} of {inspection.blocks} blocks: residual additions joined "
@@ -249,19 +297,22 @@ def _norms_table(inspection: Inspection) -> Table:
 def _proof_table(inspection: Inspection) -> Table:
     proof = inspection.proof
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("logits, against the model as it was")
+    table.add_column(f"{proof.compared}, against the model as it was")
     table.add_column("tokens", justify="right")
     table.add_column("result")
     for what, tokens, identical in (
         ("prefill", proof.prefill_tokens, proof.prefill_identical),
-        ("decoding with a key-value cache", proof.decode_tokens, proof.decode_identical),
+        ("decoding with a cache", proof.decode_tokens, proof.decode_identical),
     ):
+        if not tokens:  # an encoder decodes nothing
+            continue
         off = f"[red]different, by up to {proof.max_abs_diff:.3g}[/]"
         table.add_row(what, str(tokens), "[green]identical, bit for bit[/]" if identical else off)
     wrong = f"off by up to {proof.wrong_max_abs_diff:.3g}"
     if inspection.dtype == "float32":
         wrong += " (only half types tell the conventions apart)"
-    table.add_row("prefill with the wrong convention", str(proof.prefill_tokens), wrong)
+    if inspection.swapped:
+        table.add_row("prefill with the wrong convention", str(proof.prefill_tokens), wrong)
     return table
 
 
@@ -279,3 +330,24 @@ def _times_table(inspection: Inspection) -> Table:
             str(timing.rounds),
         )
     return table
+
+
+def _print_speeds(console: Console, speeds: Speeds) -> None:
+    for speed in speeds.found:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column(f"{speed.what}, {speed.paired.rounds} rounds")
+        for name in ("ms", "median round, ms", "times as fast (95 %)"):
+            table.add_column(name, justify="right")
+        for variant in speed.paired.variants:
+            ratio = speed.ratio(variant)
+            table.add_row(
+                variant,
+                f"{speed.paired.seconds(variant) * 1e3:.2f}",
+                f"{speed.paired.median(variant) * 1e3:.2f}",
+                "" if ratio is None else ratio.times(),
+            )
+        console.print(table)
+        for line in speed.lines():
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    for reason in speeds.left:
+        console.print(reason, highlight=False, markup=False, soft_wrap=True)

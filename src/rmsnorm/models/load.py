@@ -1,4 +1,5 @@
-"""Loads a causal language model: a Hugging Face folder, a GGUF file, or an installed package.
+"""Loads a causal language model: a Hugging Face folder, a GGUF file, or an installed package; or
+makes a small model of random weights.
 
 Nothing is downloaded, no pickled file is opened and no code of a model is run. A GGUF file is
 dequantised once, into a float32 Hugging Face folder in the cache directory; later loads take that
@@ -31,6 +32,7 @@ from rmsnorm.models.files import (
     some,
     weight_files,
 )
+from rmsnorm.models.small import PREFIX, small_model
 from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
@@ -81,13 +83,14 @@ def load_model(
 
     Args:
         name_or_path: ``"smollm2"`` or ``"gemma3"``, the folder of a model as transformers saves it
-            (``config.json`` and safetensors), or a GGUF file.
+            (``config.json`` and safetensors), a GGUF file, or ``"random:"`` and one of the names in
+            :data:`rmsnorm.models.small.SMALL`, for a small model of random weights.
         dtype: the dtype of the weights: one of :data:`DTYPES`, or the torch dtype of that name.
         say: called with a few words whenever a longer step begins.
 
     Returns:
-        A ``transformers.PreTrainedModel`` for causal language modelling, and its tokenizer, or
-        ``None`` where the folder holds no tokenizer.
+        A ``transformers.PreTrainedModel`` for causal language modelling (of the random ones, some
+        are of another kind), and its tokenizer, or ``None`` where there is none.
 
     Raises:
         ModelError: nothing is there, it cannot be read, it is damaged, it is of an unknown kind, or
@@ -98,7 +101,7 @@ def load_model(
         Traceback (most recent call last):
         ...
         rmsnorm.models.files.ModelError: no/such/folder does not exist; expected a folder, a GGUF
-        file, or one of the names smollm2, gemma3
+        file, random:NAME, or one of the names smollm2, gemma3
     """
     say = say or (lambda _: None)
     dtype_name = _dtype_name(dtype)
@@ -114,11 +117,17 @@ def load_model(
 def _load(name: str, dtype_name: str, say: Say) -> tuple[Any, Any]:
     if name in PACKAGED:
         return _load_folder(_packaged_folder(PACKAGED[name], say), dtype_name, say)
+    if name.startswith(PREFIX):
+        _transformers()
+        say(f"making it in {dtype_name}")
+        dtype = getattr(importlib.import_module("torch"), dtype_name)
+        with _quiet():
+            return small_model(name.removeprefix(PREFIX), dtype), None
     path = _expanded(name)
     if not path.exists():
         raise ModelError(
-            f"{name} does not exist; expected a folder, a GGUF file, or one of the names "
-            + ", ".join(PACKAGED)
+            f"{name} does not exist; expected a folder, a GGUF file, {PREFIX}NAME, or one of the "
+            "names " + ", ".join(PACKAGED)
         )
     if path.is_dir():
         return _load_folder(path, dtype_name, say)

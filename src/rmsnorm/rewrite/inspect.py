@@ -1,8 +1,9 @@
 """Finds every norm of a language model, replaces them in a copy, and compares the copy with it.
 
 The copy shares the weights, so a model is compared with itself: the same tokens go through both, in
-one pass (prefill) and one at a time behind a key-value cache (decoding), and the logits must be the
-same bits. What a wrong convention would have changed is measured beside it.
+one pass (prefill) and one at a time behind a cache (decoding), and the logits must be the same
+bits. What a wrong convention would have changed is measured beside it. An encoder-decoder model
+gets the tokens in both parts; of an encoder alone the hidden states are compared, in one pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class NormGroup:
 
 @dataclass(frozen=True)
 class Proof:
-    """The patched model's logits against the unpatched model's."""
+    """The patched model's logits, or hidden states, against the unpatched model's."""
 
     prefill_tokens: int
     prefill_identical: bool
@@ -60,6 +61,8 @@ class Proof:
     """The largest difference of a logit, prefill and decoding; 0.0 where both are identical."""
     wrong_max_abs_diff: float
     """The same for prefill, had every norm rounded on the other side of its weight."""
+    compared: str = "logits"
+    """What was compared: ``"logits"``, or ``"hidden states"`` of a model without a head."""
 
     @property
     def holds(self) -> bool:
@@ -138,7 +141,9 @@ def inspect_model(
     """Identifies, patches, proves and times the norms of ``model``, which is left as it is.
 
     Args:
-        model: a causal language model of transformers, in eval mode.
+        model: a language model of transformers, in eval mode: a decoder, with attention or a state
+            space, an encoder and a decoder of text or of speech, or an encoder, which decodes
+            nothing. Speech is random.
         tokens: (1, n) int64, the token ids of a text, n >= 2.
         decode_tokens: how many tokens at the end of the text are decoded one at a time.
         seconds: about how long to measure times; 0 leaves them out.
@@ -150,7 +155,8 @@ def inspect_model(
         The norms in groups, the proof, and the medians of the times.
 
     Raises:
-        ValueError: ``tokens`` is not one row of at least two tokens.
+        ValueError: ``tokens`` is not one row of at least two tokens, or the model takes something
+            that is neither tokens nor a mel spectrogram.
     """
     if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] < 2:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected (1, n) with n >= 2")
@@ -160,7 +166,7 @@ def inspect_model(
     report = patch(patched, exact=exact, fuse_residual=fuse_residual)
     entries = report.entries
     swapped = [entry for entry in entries if entry.swapped]
-    steps = min(decode_tokens, tokens.shape[1] - 1)
+    steps = min(decode_tokens, tokens.shape[1] - 1) if _decodes(model) else 0
     with torch.inference_mode():
         say("comparing the logits")
         expected = _prefill(model, tokens), _decode(model, tokens, steps)
@@ -174,9 +180,10 @@ def inspect_model(
             decode_identical=torch.equal(expected[1], actual[1]),
             max_abs_diff=max(map(_max_abs_diff, expected, actual)),
             wrong_max_abs_diff=_max_abs_diff(expected[0], wrong),
+            compared=_compared(model),
         )
         timings: tuple[Timing, ...] = ()
-        if seconds > 0 and swapped:
+        if seconds > 0 and swapped and steps:
             say("timing")
             names = [entry.name for entry in swapped]
             timings = _time(model, patched, names, tokens, steps, seconds)
@@ -191,33 +198,80 @@ def _twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+def _decodes(model: Any) -> bool:
+    """Whether the model predicts one token after another."""
+    return bool(model.can_generate())
+
+
+def _compared(model: Any) -> str:
+    return "hidden states" if model.get_output_embeddings() is None else "logits"
+
+
+def _given(model: Any, tokens: Tensor) -> dict[str, Any]:
+    """What the model is called with for one pass over ``tokens``.
+
+    Raises:
+        ValueError: it takes something else.
+    """
+    name = model.main_input_name
+    given: dict[str, Any] = {name: tokens}
+    if name == "input_features" and hasattr(model.config, "max_source_positions"):
+        # The spectrogram is twice as long as what the encoder makes of it.
+        shape = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        features = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        given = {name: features.to(model.device, model.dtype)}
+    elif name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} takes {name}; expected a model of tokens or mel spectrograms"
+        )
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = tokens
+    return given
+
+
 def _prefill(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The logits of all tokens in one pass: (1, n, vocabulary)."""
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
+    """The logits of all tokens in one pass, (1, n, vocabulary), or the hidden states of a model
+    without a head, (1, n, hidden_size)."""
+    cache = {"use_cache": False} if _decodes(model) else {}
+    output = model(**_given(model, tokens), **cache)
+    result: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return result
 
 
 def _decode(model: nn.Module, tokens: Tensor, steps: int) -> Tensor:
     """The logits of the last ``steps`` tokens, each fed alone behind a cache of those before it:
-    (1, steps, vocabulary)."""
+    (1, steps, vocabulary); nothing if ``steps`` is 0."""
+    if steps == 0:
+        return torch.empty(0)
     cache = _cache(model, tokens, steps)
     return torch.cat([_step(model, token, cache) for token in tokens[:, -steps:].split(1, 1)], 1)
 
 
-def _cache(model: nn.Module, tokens: Tensor, steps: int) -> Any:
-    output = model(input_ids=tokens[:, :-steps], use_cache=True)
-    return output.cache if "cache" in output else output.past_key_values
-
-
-def _step(model: nn.Module, token: Tensor, cache: Any) -> Tensor:
+def _cache(model: nn.Module, tokens: Tensor, steps: int) -> dict[str, Any]:
+    """What the model is called with beside the next token, after all but the last ``steps``: the
+    cache, under the name that its forward has for it, and what its encoder gave."""
+    given = _given(model, tokens)
+    given[_ids_name(model)] = tokens[:, :-steps]
+    output = model(**given, use_cache=True)
     # The argument's name until transformers 5.24, and since.
     name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    logits: Tensor = model(input_ids=token, use_cache=True, **{name: cache}).logits
+    found = {name: output.cache if "cache" in output else output.past_key_values}
+    if "encoder_last_hidden_state" in output:
+        found["encoder_outputs"] = (output.encoder_last_hidden_state,)
+    return found
+
+
+def _step(model: nn.Module, token: Tensor, cache: dict[str, Any]) -> Tensor:
+    logits: Tensor = model(**{_ids_name(model): token}, use_cache=True, **cache).logits
     return logits
 
 
+def _ids_name(model: Any) -> str:
+    return "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+
+
 def _max_abs_diff(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max())
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
 def _wrong(model: nn.Module, entries: Sequence[Entry]) -> nn.Module:

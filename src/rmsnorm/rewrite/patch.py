@@ -9,7 +9,9 @@ weight of another shape.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -43,7 +45,7 @@ from rmsnorm.rewrite.prove import (
     prove_own_weight,
 )
 from rmsnorm.rewrite.report import Block, Entry, PatchReport
-from rmsnorm.rewrite.swap import Swapped, plan_of, restore, swap
+from rmsnorm.rewrite.swap import Swapped, plan_of, restore, swap, swap_later
 
 Choice = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -144,6 +146,47 @@ def unpatch(model: nn.Module) -> int:
         raise TypeError(f"unpatch() was given a {type(model).__name__}; expected a torch module")
     residual.part(model)
     return sum(restore(module) for module in list(model.modules()))
+
+
+def patch_later(module: nn.Module, *, exact: bool = False) -> None:
+    """Patch one norm, as :func:`patch` does, as soon as it has its data.
+
+    It is examined when it is put into training or evaluation mode or called, whichever is first;
+    its own code runs until then, under ``torch.compile`` and inside transforms. Norms that are
+    alike share the proof, those of other models included. :func:`patch` examines it at once, and
+    :func:`unpatch` gives its class back.
+
+    Args:
+        module: any module that may be a norm; one that is none is as it was once it was examined.
+        exact: swap it only if it agrees bit for bit.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     norm = nn.RMSNorm(8)
+        >>> patch_later(norm)
+        >>> norm = norm.to_empty(device="cpu").eval()
+        >>> norm
+        RMSNorm((8,), eps=None, elementwise_affine=True, rmsnorm: torch in bfloat16, float16,
+        float32)
+        >>> unpatch(norm)
+        1
+    """
+    with contextlib.suppress(NotProvenError):
+        swap_later(module, _examine_exactly if exact else _examine)
+
+
+def _examine(module: nn.Module) -> None:
+    _alone(False).entry("", module)
+
+
+def _examine_exactly(module: nn.Module) -> None:
+    _alone(True).entry("", module)
+
+
+@functools.cache
+def _alone(exact: bool) -> _Patcher:
+    """What patches norms one by one and remembers the proofs."""
+    return _Patcher(exact, None, torch.float32, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

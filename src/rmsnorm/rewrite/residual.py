@@ -620,7 +620,7 @@ class _Twins:
         """Compare bits, and return how many additions in a block were one with a norm.
 
         Raises:
-            NotProvenError: they differ.
+            NotProvenError: they differ, or none was.
         """
         for batch in _BATCHES:
             for length in _LENGTHS:
@@ -632,6 +632,8 @@ class _Twins:
         count = _Count()
         with count:
             self.joined.run(self.example(1, 2))
+        if not count.calls:
+            raise NotProvenError("its additions are all done in place, where none can be joined")
         # The last addition of each block is one with the norm of the next block, or the last one.
         across = len(self.joined.blocks) - (self._first is None)
         return (count.calls - across) // len(self.joined.blocks)

@@ -15,11 +15,22 @@ import torch
 from torch import nn
 
 from rmsnorm.ops import rms_norm as operation
-from rmsnorm.ops.transforms import needs_composite, needs_gradient
+from rmsnorm.ops.direct import entry
+from rmsnorm.ops.transforms import (
+    in_dispatch_mode,
+    in_forward_mode,
+    in_func_transform,
+    in_jit_trace,
+    needs_composite,
+    needs_gradient,
+)
 from rmsnorm.rewrite.plan import Plan
 from rmsnorm.rewrite.probe import MACHINERY, NotProvenError, original_class
 from rmsnorm.rewrite.stream import PLAN as _PLAN
 from rmsnorm.rewrite.stream import SLOT, Slot, Stream
+
+# Where a module that is to be examined later keeps the function that does it.
+_LATER = "_rmsnorm_later"
 
 
 class Swapped:
@@ -45,9 +56,49 @@ def swap(module: nn.Module, plan: Plan) -> None:
         object.__setattr__(module, "__class__", _swapped_class(original_class(module)))
     except TypeError as error:
         raise NotProvenError("its class cannot be subclassed in place", is_norm=True) from error
+    module.__dict__.pop(_LATER, None)
     module.__dict__[_PLAN] = plan
     if plan.had_forward:
         module.__dict__.pop("forward", None)
+
+
+def swap_later(module: nn.Module, examine: Callable[[nn.Module], object]) -> None:
+    """Let ``module`` be examined as soon as it has its data and is put into a mode, or called.
+
+    A model is often made without data, and filled and marked later. Until then the module's own
+    code runs.
+
+    Args:
+        module: any module; one that is swapped already is left as it is.
+        examine: calls :func:`swap` or :func:`restore`; pickle must find it by its name.
+
+    Raises:
+        NotProvenError: its class forbids it.
+    """
+    if isinstance(module, Swapped):
+        return
+    try:
+        object.__setattr__(module, "__class__", _swapped_class(type(module)))
+    except TypeError as error:
+        raise NotProvenError("its class cannot be subclassed in place") from error
+    module.__dict__[_LATER] = examine
+
+
+def examined(module: nn.Module) -> bool:
+    """Examine ``module`` if that was put off and can be done now; whether it was."""
+    examine = module.__dict__.get(_LATER)
+    if examine is None or (
+        torch.compiler.is_compiling()
+        or in_jit_trace()
+        or in_func_transform()
+        or in_forward_mode()
+        or in_dispatch_mode()
+        or any(tensor.is_meta or not tensor.numel() for tensor in module.parameters())
+    ):
+        return False
+    del module.__dict__[_LATER]
+    examine(module)
+    return True
 
 
 def restore(module: nn.Module) -> bool:
@@ -55,6 +106,7 @@ def restore(module: nn.Module) -> bool:
     if not isinstance(module, Swapped):
         return False
     plan = module.__dict__.pop(_PLAN, None)
+    module.__dict__.pop(_LATER, None)
     original = original_class(module)
     swapped: type[nn.Module] = type(module)
     forward = swapped.forward
@@ -139,6 +191,15 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                 operands = plan.operands(self, x)
                 if operands is not None:
                     weight, bias, eps = operands
+                    if (
+                        entry is not None
+                        and bias is None
+                        and plan.inside is None
+                        and not torch.compiler.is_dynamo_compiling()
+                    ):
+                        y = entry.rms_norm(x, weight, eps, plan.spec, plan.ndim)
+                        if y is not None and y is not True:
+                            return y
                     # Where the kernel cannot serve, the module's own code is the faster one.
                     if (
                         x.is_cpu
@@ -148,7 +209,14 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                         if plan.inside is not None:
                             x, weight = plan.scaled(x, weight), None
                         return operation.forward(x, weight, bias, eps, plan.spec, plan.ndim)
+        elif examined(self):
+            return type(self).forward(self, *args, **kwargs)
         return original.forward(self, *args, **kwargs)
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        original.train(self, mode)
+        examined(self)
+        return self
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         changing(self, name, value)
@@ -173,7 +241,8 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     def extra_repr(self: nn.Module) -> str:
         inner = original.extra_repr(self)
         plan = plan_of(self)
-        note = "changed since patch(), own code" if plan is None else str(plan)
+        without = "not examined yet" if _LATER in self.__dict__ else "changed since patch()"
+        note = f"{without}, own code" if plan is None else str(plan)
         return f"{inner}, rmsnorm: {note}" if inner else f"rmsnorm: {note}"
 
     forward.__qualname__ = f"{original.__qualname__}.forward"
@@ -191,6 +260,7 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         "_rmsnorm_original": original,
         SLOT: None,  # most have none
         "extra_repr": extra_repr,
+        "train": train,
         "forward": forward,
     }
     # Made beside the original and then moved under it, so that the original's __init_subclass__,
