@@ -62,7 +62,8 @@ def register(*, exact: bool = True) -> None:
     ``from_pretrained`` has loaded the weights, or else when the model is put into a mode or called.
 
     It may be called again, to change ``exact``. If the ``kernels`` package is there in a version
-    that transformers accepts, its mapping for the CPU is extended by :func:`kernel_mapping`.
+    that transformers accepts, its mapping for the CPU is extended by :func:`kernel_mapping`; what
+    an earlier call put there stays.
 
     Args:
         exact: change only norms that agree bit for bit, so that logits stay identical; those with a

@@ -100,26 +100,26 @@ def test_selection(stub_timer, arguments, shown, cells):
 
 
 @pytest.mark.parametrize(
-    ("name", "bound", "promise"),
+    ("name", "bound", "goal"),
     [
         ("ours torch", 1.0, "a call of rms_norm"),
         ("module torch", 1.6, "a call of the module"),
         ("op torch", 1.9, "a call through torch.ops"),
     ],
 )
-def test_a_promise_broken_by_one_percent_is_named_and_exits_1(stub_timer, name, bound, promise):
+def test_a_goal_broken_by_one_percent_is_named_and_exits_1(stub_timer, name, bound, goal):
     arguments = ["--kind", "call", "--check", "--no-compile"]
     stub_timer[name] = 2.0 * bound  # torch.add takes 2
     result = CliRunner().invoke(bench, arguments)
     assert result.exit_code == 0, result.output
-    assert "3 promises hold, 0 do not" in result.output
+    assert "3 goals hold, 0 do not" in result.output
     stub_timer[name] = 2.0 * bound * 1.01
     result = CliRunner().invoke(bench, arguments)
     assert result.exit_code == 1
-    (row,) = (line for line in result.output.splitlines() if f" {promise} " in line)
+    (row,) = (line for line in result.output.splitlines() if f" {goal} " in line)
     assert f" {bound * 1.01:.3f} " in row
     assert " does not hold " in row
-    assert "2 promises hold, 1 do not" in result.output
+    assert "2 goals hold, 1 do not" in result.output
 
 
 def test_a_cell_behind_a_peer_by_less_than_a_tenth_does_not_fail_a_check(stub_timer, tmp_path):

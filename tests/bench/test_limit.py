@@ -3,18 +3,18 @@ import resource
 import pytest
 import torch
 
+from rmsnorm.bench.goals import HUGE_PAGES
 from rmsnorm.bench.grid import HEADS, Cell
 from rmsnorm.bench.limit import (
     COPIES,
     Memory,
     absent_conditions,
     copies,
-    kept_memory,
     last_level_cache_bytes,
     limit_bytes,
     rotating_bytes,
 )
-from rmsnorm.bench.promises import HUGE_PAGES
+from rmsnorm.bench.process import kept_memory
 from rmsnorm.bench.stream import stream_copy
 from rmsnorm.libc import c_function
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rmsnorm.bench import report
+from rmsnorm.bench.goals import HUGE_PAGES
 from rmsnorm.bench.grid import SWEEP_WIDTHS, Cell
 from rmsnorm.bench.limit import Candidate
 from rmsnorm.bench.memory import Usage
 from rmsnorm.bench.peers import Compiler
-from rmsnorm.bench.promises import HUGE_PAGES
 from rmsnorm.bench.run import Bench, Policy, Timing, WrongResultError, judge, measure, run, settle
 
 CELL = Cell("forward", 8, 4096, "bfloat16")
@@ -350,11 +350,11 @@ def test_json():
     machine = report.machine(2**25, 2**27)
     document = report.to_dict(results(), machine, {"quick": True}, USAGES)
     document = json.loads(json.dumps(document))
-    fields = {"schema", "machine", "settings", "cells", "memory", "steps", "promises", "losing"}
+    fields = {"schema", "machine", "settings", "cells", "memory", "steps", "goals", "losing"}
     assert set(document) == {*fields, "ok"}
     assert document["schema"] == 2
-    promise = {one["rival"]: one for one in document["promises"]}["copy"]
-    assert promise["state"] in ("holds", "not measured")
+    goal = {one["rival"]: one for one in document["goals"]}["copy"]
+    assert goal["state"] in ("holds", "not measured")
     assert document["ok"] is False
     assert document["losing"] == [str(COPY_CELL), "memory of ours llama"]
     assert [usage["ok"] for usage in document["memory"]] == [True, False, True]

@@ -1,8 +1,9 @@
-"""Every promise against synthetic times: kept to the bound, and broken by one percent."""
+"""Every goal against synthetic times: kept to the bound, and broken by one percent."""
 
 import pytest
 
 from rmsnorm.bench import report
+from rmsnorm.bench.goals import AHEAD, GOALS, HUGE_PAGES, MEMORY, STEP, limits
 from rmsnorm.bench.grid import (
     DTYPES,
     SWEEP_WIDTHS,
@@ -12,7 +13,6 @@ from rmsnorm.bench.grid import (
     sweep_cells,
 )
 from rmsnorm.bench.memory import Usage
-from rmsnorm.bench.promises import AHEAD, HUGE_PAGES, MEMORY, PROMISES, STEP, limits
 from rmsnorm.bench.run import Result, Timing, judge
 from rmsnorm.bench.verdicts import verdicts
 
@@ -22,7 +22,7 @@ CELLS = [
     *heads_cells(),
     *sweep_cells(),
 ]
-IN_CELLS = [promise for promise in PROMISES if promise not in (MEMORY, STEP)]
+IN_CELLS = [goal for goal in GOALS if goal not in (MEMORY, STEP)]
 
 
 def keeping(cell):
@@ -53,29 +53,29 @@ def run(change=lambda cell, times: None, cells=CELLS):
     return results
 
 
-def verdict(promise, results, **others):
-    (found,) = (one for one in verdicts(results, **others) if one.promise is promise)
+def verdict(goal, results, **others):
+    (found,) = (one for one in verdicts(results, **others) if one.goal is goal)
     return found
 
 
 def test_a_run_that_keeps_to_every_bound():
     found = verdicts(run())
-    assert [one.promise for one in found] == list(PROMISES)
-    states = {one.promise: one.state for one in found}
+    assert [one.goal for one in found] == list(GOALS)
+    states = {one.goal: one.state for one in found}
     assert states.pop(MEMORY) == states.pop(STEP) == "not measured"
     assert set(states.values()) == {"holds"}
     assert all(one.ok for one in found)
     assert {one.missing for one in found} == {""}
 
 
-@pytest.mark.parametrize("promise", IN_CELLS, ids=lambda promise: promise.name)
+@pytest.mark.parametrize("goal", IN_CELLS, ids=lambda goal: goal.name)
 @pytest.mark.parametrize("last", [False, True])
-def test_one_cell_that_breaks_a_promise_by_one_percent_is_reported(promise, last):
+def test_one_cell_that_breaks_a_goal_by_one_percent_is_reported(goal, last):
     """The others in that cell are moved so that this bound alone is at its edge."""
-    covered = [cell for cell in CELLS if promise.covers(cell)]
+    covered = [cell for cell in CELLS if goal.covers(cell)]
     broken = covered[-1 if last else 0]
-    bound = promise.at_most or promise.ratio
-    (limit, *_) = promise.limits(broken)
+    bound = goal.at_most or goal.ratio
+    (limit, *_) = goal.limits(broken)
 
     def at(factor):
         def change(cell, times):
@@ -89,22 +89,22 @@ def test_one_cell_that_breaks_a_promise_by_one_percent_is_reported(promise, last
 
         return change
 
-    assert verdict(promise, run(at(0.999), covered)).state == "holds"
-    found = verdict(promise, run(at(1.01), covered))
+    assert verdict(goal, run(at(0.999), covered)).state == "holds"
+    found = verdict(goal, run(at(1.01), covered))
     assert found.state == "does not hold"
     assert found.worst.ratio == pytest.approx(1.01 * bound)
     assert found.worst.where.startswith(str(broken))
-    (row,) = (row for row in report.promise_rows([found]) if row[0] == promise.name)
+    (row,) = (row for row in report.goal_rows([found]) if row[0] == goal.name)
     assert row[2] == f"{1.01 * bound:.3f}"
     assert row[-1] == "does not hold"
-    assert len(row) == len(report.PROMISE_COLUMNS)
+    assert len(row) == len(report.GOAL_COLUMNS)
 
 
 @pytest.mark.parametrize(("behind", "state"), [(6, "holds"), (7, "does not hold")])
 def test_three_percent_of_the_cells_may_be_behind_a_peer(behind, state):
     cells = [cell for cell in CELLS if AHEAD.covers(cell)]
     assert 6 < 0.03 * len(cells) < 7
-    # Eager llama has no bound but this one, so no other promise is touched.
+    # Eager llama has no bound but this one, so no other goal is touched.
     chosen = cells[:behind]
 
     def change(cell, times):
@@ -121,26 +121,26 @@ def test_three_percent_of_the_cells_may_be_behind_a_peer(behind, state):
     assert f"behind: {chosen[0]}, ours llama beside eager llama: 1.09" in text
 
 
-def test_ours_that_could_not_be_measured_break_the_promise():
+def test_ours_that_could_not_be_measured_break_the_goal():
     def change(cell, times):
         if cell.kind == "call":
             del times["op torch"]
 
-    (promise,) = (one for one in PROMISES if one.ours == "op")
-    found = verdict(promise, run(change))
+    (goal,) = (one for one in GOALS if one.ours == "op")
+    found = verdict(goal, run(change))
     assert found.state == "does not hold"
     assert found.worst.ratio is None
 
 
-def test_absent_peers_leave_a_promise_unmeasured():
+def test_absent_peers_leave_a_goal_unmeasured():
     def change(cell, times):
         for name in [name for name in times if name.startswith("compiled")]:
             del times[name]
 
     results = run(change)
-    for promise in PROMISES:
-        if promise.rival == "compiled":
-            assert verdict(promise, results).state == "not measured"
+    for goal in GOALS:
+        if goal.rival == "compiled":
+            assert verdict(goal, results).state == "not measured"
     assert all(one.ok for one in verdicts(results))
 
 
@@ -150,15 +150,15 @@ def test_what_the_system_lacks_is_told_apart():
             times["copy"] = 1.0
 
     results = run(change)
-    (promise, *_) = (one for one in PROMISES if one.needs == HUGE_PAGES)
-    assert verdict(promise, results).state == "does not hold"
-    found = verdict(promise, results, absent={HUGE_PAGES})
+    (goal, *_) = (one for one in GOALS if one.needs == HUGE_PAGES)
+    assert verdict(goal, results).state == "does not hold"
+    found = verdict(goal, results, absent={HUGE_PAGES})
     assert found.ok
-    (row,) = report.promise_rows([found])
+    (row,) = report.goal_rows([found])
     assert row[-1] == f"not asked here: no {HUGE_PAGES}"
 
 
-def test_memory_and_steps_are_promises_too():
+def test_memory_and_steps_are_goals_too():
     usages = [Usage("ours torch", 1000, 1000, 1030), Usage("eager torch", 1000, 1000, 9000)]
     found = verdict(MEMORY, [], usages=usages)
     assert (found.state, len(found.cases)) == ("does not hold", 1)
@@ -183,8 +183,8 @@ def test_a_cliff_in_the_sweep_is_found_on_either_side(dtype, d, factor):
             times[f"ours d={d}"] = factor
 
     results = run(change, sweep_cells())
-    (promise,) = (one for one in PROMISES if one.rival == "neighbours")
-    found = verdict(promise, results)
+    (goal,) = (one for one in GOALS if one.rival == "neighbours")
+    found = verdict(goal, results)
     assert found.state == "does not hold"
     (broken,) = found.broken
     assert broken.where.startswith(f"sweep {dtype}, ours d=")
@@ -205,12 +205,12 @@ def test_a_gentle_slope_is_no_cliff():
             for number, d in enumerate(SWEEP_WIDTHS):
                 times[f"ours d={d}"] = 1.29**number
 
-    (promise,) = (one for one in PROMISES if one.rival == "neighbours")
-    assert verdict(promise, run(change, sweep_cells())).state == "holds"
+    (goal,) = (one for one in GOALS if one.rival == "neighbours")
+    assert verdict(goal, run(change, sweep_cells())).state == "holds"
 
 
-def test_a_promise_that_was_not_measured_is_listed_only_where_all_are():
+def test_a_goal_that_was_not_measured_is_listed_only_where_all_are():
     found = verdicts([result(CELLS[0], keeping(CELLS[0]))])
-    assert len(report.promise_rows(found)) == len(PROMISES)
-    (row,) = report.promise_rows(found, unmeasured=False)
+    assert len(report.goal_rows(found)) == len(GOALS)
+    (row,) = report.goal_rows(found, unmeasured=False)
     assert row[0] == AHEAD.name

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -323,6 +323,75 @@ def test_specs_are_told_apart() -> None:
             spec = rmsnorm.NormSpec(eps=10.0 ** -(i % 20), offset=float(i % 2))
             expected = operation.op(x, weight, None, None, spec.encode(), 1)
             assert same_bits(call(x, weight, spec, None), expected), (round_, i)
+
+
+@needs_entry
+def test_a_spec_outlives_the_thread_that_first_used_it() -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    spec = rmsnorm.NormSpec(eps=0.03125, offset=1.0)
+    run_in_thread(lambda: call(x, weight, spec, None))
+    for i in range(50):  # whatever that thread freed is used again
+        run_in_thread(lambda i=i: call(x, weight, rmsnorm.NormSpec(eps=1.0 + i), None))
+        rmsnorm.NormSpec(eps=2.0 + i)
+    expected = operation.op(x, weight, None, None, spec.encode(), 1)
+    assert same_bits(call(x, weight, spec, None), expected)
+
+
+def run_in_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@needs_entry
+def test_the_specs_of_a_patched_model_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More norms than specs are remembered: they share one."""
+    norms = nn.Sequential(*(nn.RMSNorm(8, eps=1e-5) for _ in range(40)))
+    assert len(rmsnorm.patch(norms).swapped) == 40
+    x = torch.randn(3, 8)
+    asked = []
+    encode = rmsnorm.NormSpec.encode
+    monkeypatch.setattr(rmsnorm.NormSpec, "encode", lambda spec: asked.append(spec) or encode(spec))
+    with torch.no_grad():
+        norms(x)
+        norms(x)
+    assert len(asked) <= 1
+
+
+@needs_entry
+def test_a_tensor_that_changes_hands_while_it_is_read() -> None:
+    """Another thread may put other data into the object as soon as it gets to run."""
+    stop = threading.Event()
+    x, other = torch.ones(400, 256), torch.full((400, 256), 2.0)
+    expected = call(x.clone(), None, ndim=1)
+
+    def swap() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(RuntimeError):  # it is held by the call
+                torch.utils.swap_tensors(x, other)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    for _ in range(200):
+        assert torch.allclose(call(x, None, ndim=1), expected)
+    stop.set()
+    thread.join()
+
+
+@needs_entry
+def test_another_release_of_torch_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    assert direct._load() is None
+
+
+@needs_entry
+def test_an_interrupt_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(spec: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rmsnorm.NormSpec, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(torch.ones(2), None, rmsnorm.NormSpec(eps=0.0625))
 
 
 @needs_entry

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from rmsnorm import patch, rms_norm, unpatch
 from rmsnorm.models.small import SMALL, small_model
-from rmsnorm.rewrite.inspect import _decode, _prefill, _wrong, inspect_model, token_ids
+from rmsnorm.rewrite.inspect import _decode, _wrong, inspect_model, prefill, token_ids
 
 SIZES = {
     "vocab_size": 64,
@@ -212,7 +212,7 @@ def test_small_models(name: str, dtype: torch.dtype) -> None:
 def test_decoding_continues_what_was_cached(name: str) -> None:
     model = small_model(name, torch.float32)
     with torch.no_grad():
-        whole, last = _prefill(model, TOKENS), _decode(model, TOKENS, 5)
+        whole, last = prefill(model, TOKENS), _decode(model, TOKENS, 5)
         other = _decode(model, TOKENS.flip(1), 5)
     torch.testing.assert_close(last, whole[:, -5:], rtol=1e-3, atol=1e-4)
     assert (other - last).abs().max() > 1e-3

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from rmsnorm.rewrite import speed
-from rmsnorm.rewrite.inspect import _prefill
+from rmsnorm.rewrite.inspect import prefill
 from rmsnorm.rewrite.speed import (
     BEFORE,
     COMPILED,
@@ -110,7 +110,7 @@ def test_the_twins_differ_in_their_norms_alone(
         assert all(parameter is own[name] for name, parameter in twin.named_parameters())
 
     with torch.inference_mode():
-        logits = {name: _prefill(twin, TOKENS) for name, twin in variants.models.items()}
+        logits = {name: prefill(twin, TOKENS) for name, twin in variants.models.items()}
     assert torch.equal(logits[PATCHED], logits[BEFORE])
     assert torch.equal(logits[FUSED], logits[BEFORE])
     for variant in (NO_NORMS, NO_ADDITIONS):

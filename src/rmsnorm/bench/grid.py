@@ -1,4 +1,4 @@
-"""The cells of the benchmark. What must hold in them stands in :mod:`rmsnorm.bench.promises`.
+"""The cells of the benchmark. What must hold in them stands in :mod:`rmsnorm.bench.goals`.
 
 A cell is one shape, one dtype, one state of the memory, of one kind:
 

@@ -13,7 +13,6 @@ which wins where the output goes to memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
@@ -26,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmsnorm.bench.goals import HUGE_PAGES, KEPT_MEMORY
 from rmsnorm.bench.grid import HEADS, Cell
-from rmsnorm.bench.promises import HUGE_PAGES, KEPT_MEMORY
 from rmsnorm.bench.stream import stream_copy
 from rmsnorm.libc import c_function
 
@@ -39,10 +38,6 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 Arguments = tuple[Any, ...]
 Bind = Callable[..., Arguments]
-
-# <malloc.h> of glibc, and what its own thresholds are once it has seen large blocks come and go.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _MMAP_MAX = 32 * MEBIBYTE, 64 * MEBIBYTE, 65536
 
 
 def _as_tuple(results: object) -> tuple[Any, ...]:
@@ -70,7 +65,7 @@ class Candidate:
 def absent_conditions(
     huge_pages: str = "/sys/kernel/mm/transparent_hugepage/enabled",
 ) -> frozenset[str]:
-    """What promises need and this system lacks.
+    """What goals need and this system lacks.
 
     Fresh memory in huge pages is an advantage only where a program has to ask for them: where the
     system gives them to everyone, the plain clone has them too.
@@ -92,25 +87,6 @@ def absent_conditions(
     if c_function("mallopt") is None:
         absent.add(KEPT_MEMORY)
     return frozenset(absent)
-
-
-@contextlib.contextmanager
-def kept_memory() -> Iterator[None]:
-    """Within it the C library keeps every block that is freed, so that no page is new twice."""
-    mallopt, trim = c_function("mallopt"), c_function("malloc_trim")
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_MAX, 0)
-    mallopt(_M_TRIM_THRESHOLD, -1)
-    try:
-        yield
-    finally:
-        mallopt(_M_MMAP_MAX, _MMAP_MAX)
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
-        if trim is not None:
-            trim(0)
 
 
 def last_level_cache_bytes(root: str = "/sys/devices/system/cpu/cpu0/cache") -> int:
@@ -251,6 +227,7 @@ def copies(cell: Cell) -> list[Candidate]:
         ("copy", torch.clone),
         ("memcpy", _fresh(ctypes.memmove)),
     ]
+    # The first touch of fresh pages takes most of the time, however they are stored to.
     if stream is not None and cell.output == "recycled":
         fresh.append(("stream", _fresh(stream)))
     if cell.kind in ("forward", "heads"):

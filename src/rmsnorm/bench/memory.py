@@ -35,10 +35,10 @@ import torch
 from torch import nn
 
 import rmsnorm
+from rmsnorm.bench.goals import MEMORY
 from rmsnorm.bench.grid import Cell
 from rmsnorm.bench.limit import Memory
 from rmsnorm.bench.peers import Compiler, train_candidates
-from rmsnorm.bench.promises import MEMORY
 from rmsnorm.libc import c_function
 from rmsnorm.progress import Say
 

@@ -19,7 +19,6 @@ or faster from one second to the next. So
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import random
 import time
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.libc import c_function
+from rmsnorm.bench.process import no_collection
 
 Piece = Callable[[], Sequence[float]]
 """Does a part of the work of a round and returns the seconds of its laps."""
@@ -38,7 +37,6 @@ Start = Callable[[], Sequence[Piece]]
 """Prepares a round, untimed; its pieces, as many in every round and variant."""
 
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 400
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h> of glibc
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class Paired:
         return float(self._level(variant).mean())
 
     def ratio(self, one: str, other: str) -> Estimate:
-        """The time of ``one`` through that of ``other``."""
+        """The time of ``one`` divided by that of ``other``."""
         return _quotient(self._difference(one, other), self._level(other)).plus(1.0)
 
     def share(self, whole: str, without: str) -> Estimate:
@@ -207,7 +205,7 @@ def _parts(values: Tensor) -> Tensor:
 
 
 def _quotient(above: Tensor, below: Tensor) -> Estimate:
-    """The mean of ``above`` through that of ``below``, both of the same rounds."""
+    """The mean of ``above`` divided by that of ``below``, both of the same rounds."""
     rounds = len(above)
     a, b = float(above.mean()), float(below.mean())
     value = a / b if b else math.nan
@@ -215,7 +213,7 @@ def _quotient(above: Tensor, below: Tensor) -> Estimate:
     if rounds < 2:
         return unknown
     (aa, ab), (_, bb) = (torch.stack([above, below]).cov() / rounds).tolist()
-    sure = _student(rounds - 1) ** 2
+    sure = _student(rounds - 2 * (rounds // 4) - 1) ** 2  # of what the trimming leaves
     # All q with (a - q b)^2 <= sure * (aa - 2 q ab + q^2 bb).
     square = b * b - sure * bb
     if not square > 0.0:
@@ -269,7 +267,7 @@ class Stopwatch:
     @property
     def free(self) -> list[bool] | None:
         """Which laps hold nothing that differs between variants; ``None`` if runs differed."""
-        return list(*self._free) if len(self._free) == 1 else None
+        return list(next(iter(self._free))) if len(self._free) == 1 else None
 
     def run(self, work: Callable[[], object]) -> list[float]:
         """Do ``work``, whose result is dropped untimed; the seconds of its laps."""
@@ -381,7 +379,7 @@ def interleave(
     taken: dict[str, list[list[float]]] = {name: [] for name in names}
     number = -warmup
     begin = clock()
-    with _no_collection():
+    with no_collection():
         while number < fewest or (clock() - begin < seconds and number < most):
             if number == 0:
                 begin = clock()
@@ -407,30 +405,6 @@ def _even(rows: list[list[float]]) -> list[list[float]]:
     if len({len(row) for row in rows}) == 1:
         return rows
     return [[sum(row)] for row in rows]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def keep_memory() -> None:
-    """Let glibc's allocator keep what is freed, where it is glibc's.
-
-    Else larger tensors are given back to the system and their pages are touched for the first time
-    in every step; how often depends on what else lies on the heap, and takes longer than the norms.
-    """
-    mallopt = c_function("mallopt")
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @contextlib.contextmanager

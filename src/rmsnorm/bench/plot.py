@@ -56,7 +56,7 @@ class Point:
 
     Attributes:
         moved: the bytes that the limit reads and writes.
-        rate: these bytes through the candidate's time, in bytes per second.
+        rate: these bytes divided by the candidate's time, in bytes per second.
     """
 
     dtype: str

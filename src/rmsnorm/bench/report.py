@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rmsnorm.bench.goals import AHEAD
 from rmsnorm.bench.grid import SPECS, SWEEP_WIDTHS, Kind, peers_of
 from rmsnorm.bench.limit import absent_conditions
 from rmsnorm.bench.memory import Usage
-from rmsnorm.bench.promises import AHEAD
 from rmsnorm.bench.run import Comparison, Result
 from rmsnorm.bench.verdicts import Verdict, verdicts
 
@@ -92,7 +92,7 @@ KINDS: tuple[Kind, ...] = ("forward", "heads", "train", "add", "add_train")
 CALL_COLUMNS = ("shape", "dtype", "mode", "by", "us", "spread", "add us", "us/add", "limit", "")
 CALLS = {"ours torch": "rms_norm", "module torch": "module", "op torch": "torch.ops"}
 SWEEP_COLUMNS = ("dtype", "width", "rows", "us", "spread", "ours/limit", "us/narrower", "")
-PROMISE_COLUMNS = ("promise", "bound", "worst", "where", "cases", "")
+GOAL_COLUMNS = ("goal", "bound", "worst", "where", "cases", "")
 
 
 def machine(cache_bytes: int, rotating: int) -> dict[str, Any]:
@@ -319,23 +319,23 @@ def sweep_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     return rows
 
 
-def promise_rows(found: Sequence[Verdict], unmeasured: bool = True) -> list[tuple[str, ...]]:
-    """One row for each promise, in the order of :data:`PROMISE_COLUMNS`.
+def goal_rows(found: Sequence[Verdict], unmeasured: bool = True) -> list[tuple[str, ...]]:
+    """One row for each goal, in the order of :data:`GOAL_COLUMNS`.
 
     Args:
         found: the verdicts.
-        unmeasured: whether to list the promises that this run has no cell for.
+        unmeasured: whether to list the goals that this run has no cell for.
     """
     rows: list[tuple[str, ...]] = []
     for verdict in found:
-        promise, worst = verdict.promise, verdict.worst
+        goal, worst = verdict.goal, verdict.worst
         if verdict.state == "not measured" and not unmeasured:
             continue
-        relation = "<" if promise.strict else "<="
+        relation = "<" if goal.strict else "<="
         rows.append(
             (
-                promise.name,
-                f"{promise.ours} / {promise.rival} {relation} {promise.ratio:.3g}",
+                goal.name,
+                f"{goal.ours} / {goal.rival} {relation} {goal.ratio:.3g}",
                 "-" if worst is None or worst.ratio is None else f"{worst.ratio:.3f}",
                 "-" if worst is None else worst.where,
                 f"{len(verdict.cases) - len(verdict.broken)} of {len(verdict.cases)}",
@@ -401,7 +401,7 @@ def summary(
 
 def _ahead_lines(results: Sequence[Result]) -> list[str]:
     """How many cells are behind a peer, and which."""
-    (found,) = (one for one in verdicts(results) if one.promise is AHEAD)
+    (found,) = (one for one in verdicts(results) if one.goal is AHEAD)
     if not found.cases:
         return []
     behind = sorted(found.broken, key=lambda case: -(case.ratio or math.inf))
@@ -477,7 +477,7 @@ def to_dict(
             }
             for found in steps
         ],
-        "promises": [_verdict_dict(verdict) for verdict in found_verdicts],
+        "goals": [_verdict_dict(verdict) for verdict in found_verdicts],
         "losing": [
             *(str(result.cell) for result in results if result.loses),
             *(f"memory of {usage.name}" for usage in usages if not usage.ok),
@@ -488,12 +488,12 @@ def to_dict(
 
 
 def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
-    promise, worst = verdict.promise, verdict.worst
+    goal, worst = verdict.goal, verdict.worst
     return {
-        "name": promise.name,
-        "ours": promise.ours,
-        "rival": promise.rival,
-        "limit": promise.ratio,
+        "name": goal.name,
+        "ours": goal.ours,
+        "rival": goal.rival,
+        "limit": goal.ratio,
         "state": verdict.state,
         "missing": verdict.missing or None,
         "cases": len(verdict.cases),

@@ -8,18 +8,17 @@ copy (``torch.add`` in call cells) is the control: if its own samples spread or 
 spread widely, the cell is measured again, and marked if that does not help. A cell that loses is
 measured again, up to twice, before it counts.
 
-A cell of which no more is promised than to be ahead of the peers, which are mostly far behind, gets
+A cell of which no more is asked than to be ahead of the peers, which are mostly far behind, gets
 half the time at first, and all of it if it is measured again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from rmsnorm.bench.engines import Engines
+from rmsnorm.bench.goals import Limit, has_figure, limits
 from rmsnorm.bench.grid import SPECS, Cell, tiny
 from rmsnorm.bench.limit import (
     COPIES,
@@ -36,10 +36,9 @@ from rmsnorm.bench.limit import (
     CellBuffers,
     Memory,
     copies,
-    kept_memory,
 )
 from rmsnorm.bench.peers import Compiler, candidates
-from rmsnorm.bench.promises import Limit, has_figure, limits
+from rmsnorm.bench.process import kept_memory, no_collection
 from rmsnorm.progress import Say
 
 Clock = Callable[[], int]
@@ -204,7 +203,7 @@ def measure(
             call(*arguments)
         return clock() - start
 
-    with _no_collection():
+    with no_collection():
         calls: dict[str, int] = {}
         slow: set[str] = set()
         round_ns = 0
@@ -240,17 +239,6 @@ def _calibrate(
             return calls, spent
         wanted = math.ceil(1.1 * calls * sample_ns / max(spent, 1))
         calls = min(max(wanted, calls + 1), 10 * calls, _MAX_CALLS)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def fastest_copy(timings: Timings) -> str | None:
@@ -334,7 +322,7 @@ def run(
         time_cell: measures one.
         policy: how often again.
         on_result: hears of each when it is done.
-        absent: what promises need and this system lacks.
+        absent: what goals need and this system lacks.
         overheads: what the calls of a cell cost by themselves.
     """
     results = []

@@ -1,4 +1,4 @@
-"""Which promises hold: every one of the table against everything that was measured."""
+"""Which goals hold: every one of the table against everything that was measured."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rmsnorm.bench.goals import GOALS, MEMORY, STEP, Goal
 from rmsnorm.bench.memory import Usage
-from rmsnorm.bench.promises import MEMORY, PROMISES, STEP, Promise
 from rmsnorm.bench.run import Comparison, Result, compare
 
 if TYPE_CHECKING:  # a report without steps needs no language model
@@ -19,7 +19,7 @@ State = Literal["holds", "does not hold", "not measured", "not asked here"]
 
 @dataclass(frozen=True)
 class Case:
-    """What one promise says about one cell.
+    """What one goal says about one cell.
 
     Attributes:
         where: the cell, and the candidate; with a ``~`` where the cell was disturbed.
@@ -34,19 +34,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One promise and the cases of this run.
+    """One goal and the cases of this run.
 
     Attributes:
         missing: what this system lacks for it.
 
     Example:
         >>> case = Case("8x4096 float32 hot given", 1.2, ok=True)
-        >>> verdict = Verdict(PROMISES[0], (case,), missing="")
+        >>> verdict = Verdict(GOALS[0], (case,), missing="")
         >>> verdict.state, verdict.worst == case
         ('holds', True)
     """
 
-    promise: Promise
+    goal: Goal
     cases: tuple[Case, ...]
     missing: str
 
@@ -70,11 +70,9 @@ class Verdict:
             return "not asked here"
         if not self.cases:
             return "not measured"
-        if len(self.broken) > self.promise.share * len(self.cases):
+        if len(self.broken) > self.goal.share * len(self.cases):
             return "does not hold"
-        beyond = any(
-            case.ratio is None or case.ratio > self.promise.at_most for case in self.broken
-        )
+        beyond = any(case.ratio is None or case.ratio > self.goal.at_most for case in self.broken)
         return "does not hold" if beyond else "holds"
 
     @property
@@ -89,16 +87,16 @@ def verdicts(
     steps: Sequence[StepTimes] = (),
     absent: Collection[str] = (),
 ) -> list[Verdict]:
-    """Every promise, in the order of the table."""
+    """Every goal, in the order of the table."""
     found = []
-    for promise in PROMISES:
-        if promise is MEMORY:
+    for goal in GOALS:
+        if goal is MEMORY:
             cases = [
                 Case(usage.name, usage.ratio, usage.ok)
                 for usage in usages
                 if usage.limit is not None
             ]
-        elif promise is STEP:
+        elif goal is STEP:
             cases = [
                 Case(f"{one.name}, compiled" if one.compiled else one.name, 1 / one.ratio, one.ok)
                 for one in steps
@@ -107,19 +105,19 @@ def verdicts(
             cases = [
                 case
                 for result in results
-                if promise.covers(result.cell)
-                for case in [_case(promise, result)]
+                if goal.covers(result.cell)
+                for case in [_case(goal, result)]
                 if case is not None
             ]
-        missing = promise.needs if promise.needs in absent else ""
-        found.append(Verdict(promise, tuple(cases), missing))
+        missing = goal.needs if goal.needs in absent else ""
+        found.append(Verdict(goal, tuple(cases), missing))
     return found
 
 
-def _case(promise: Promise, result: Result) -> Case | None:
+def _case(goal: Goal, result: Result) -> Case | None:
     found = [
         comparison
-        for limit in promise.limits(result.cell)
+        for limit in goal.limits(result.cell)
         for comparison in [compare(limit, result.timings)]
         if comparison is not None
     ]
@@ -127,9 +125,9 @@ def _case(promise: Promise, result: Result) -> Case | None:
         return None
     worst = max(found, key=_size)
     where = str(result.cell)
-    if promise.rival in ("peers", "neighbours"):
+    if goal.rival in ("peers", "neighbours"):
         where += f", {worst.limit.ours} beside {worst.limit.rival}"
-    elif len(promise.specs) > 1:
+    elif len(goal.specs) > 1:
         where += f", {worst.limit.ours}"
     if result.disturbed:
         where += " ~"

@@ -77,7 +77,7 @@ class _Request:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Exit 1 where a promise does not hold; list them all.")
+@click.option("--check", is_flag=True, help="Exit 1 where a goal does not hold; list them all.")
 @click.option("--quick", is_flag=True, help="Fewer rounds: a first impression.")
 @click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
 @click.option("--no-engines", is_flag=True, help="Leave ONNX Runtime and OpenVINO out.")
@@ -140,7 +140,7 @@ def bench(
     "kernel us" the rest. ONNX Runtime and OpenVINO are timed where they are installed. The peak
     memory of forward and backward is measured for each peer in a process of its own. Of two small
     language models the whole training step is timed, with these norms, with torch.nn.RMSNorm and
-    without norms. Below the tables stands each promise and whether it holds.
+    without norms. Below the tables stands each goal and whether it holds.
     """
     chosen = {*kinds, *(("memory",) if memory else ())}
     selected = bool(shapes or dtypes or buffers or outputs)
@@ -239,7 +239,7 @@ def _available_bytes() -> int | None:
 
 
 def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
-    """Measures and prints; whether every promise holds that was measured."""
+    """Measures and prints; whether every goal holds that was measured."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -324,7 +324,7 @@ def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
         draw(results, Path(request.plot_path), report.machine_line(machine))
     if json_path != "-":
         _print(results, usages, steps, machine, compiler, engines)
-        _print_promises(found, request.check)
+        _print_goals(found, request.check)
     return all(verdict.ok for verdict in found)
 
 
@@ -365,15 +365,15 @@ def _print(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_promises(found: list[Verdict], unmeasured: bool) -> None:
+def _print_goals(found: list[Verdict], unmeasured: bool) -> None:
     from rmsnorm.bench import report
 
-    rows = report.promise_rows(found, unmeasured)
+    rows = report.goal_rows(found, unmeasured)
     if rows:
-        _console().print(_table("promises", report.PROMISE_COLUMNS, rows))
+        _console().print(_table("goals", report.GOAL_COLUMNS, rows))
     broken = sum(not verdict.ok for verdict in found)
     held = sum(verdict.state == "holds" for verdict in found)
-    click.echo(f"{held} promises hold, {broken} do not, {len(found) - held - broken} not measured")
+    click.echo(f"{held} goals hold, {broken} do not, {len(found) - held - broken} not measured")
 
 
 def _console() -> Console:

@@ -24,9 +24,9 @@ from rmsnorm.bench.paired import (
     Stopwatch,
     compiled_apart,
     interleave,
-    keep_memory,
     without_any,
 )
+from rmsnorm.bench.process import kept_memory
 from rmsnorm.lm.config import preset
 from rmsnorm.lm.model import MindForCausalLM
 from rmsnorm.modules import RMSNorm
@@ -122,7 +122,7 @@ class StepTimes:
 
     @functools.cached_property
     def ratio_interval(self) -> Estimate:
-        """Eager's step through ours."""
+        """Eager's step divided by ours."""
         return self.paired.ratio("eager", "ours")
 
     @functools.cached_property
@@ -144,7 +144,7 @@ class StepTimes:
 
     @property
     def ratio(self) -> float:
-        """Eager's step through ours."""
+        """Eager's step divided by ours."""
         return self.ratio_interval.value
 
     @property
@@ -197,7 +197,7 @@ class StepTimes:
             return False
         if self.ratio_interval.at_least(1.0) is False:
             return False
-        best = self.gone_around or self.gone_interval
+        best = self.gone_interval if self.gone_around is None else self.gone_around
         return self.compiled or best.at_least(GONE) is not False
 
 
@@ -321,8 +321,8 @@ def loss_difference(workload: Workload, steps: int) -> float:
     return worst
 
 
+@kept_memory()
 def _time(workload: Workload, compiled: bool, difference: float | None) -> StepTimes:
-    keep_memory()
     variants = COMPILED if compiled else VARIANTS
     models = {variant: make_model(workload.name, variant) for variant in variants}
     trainers = {

@@ -10,7 +10,9 @@ entry where it does not find them beyond doubt.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import threading
 from typing import Any
@@ -58,19 +60,20 @@ def _only_offset(pairs: list[tuple[int, int]], size: int) -> int | None:
 
 def _connect(entry: Any) -> bool:
     """Tell the module what plain tensors and threads look like; whether that could be seen."""
-    plain = torch.ones(2)
+    ones = functools.partial(torch.ones, device="cpu")
+    plain = ones(2)
     thread = entry.keys()
     with torch.inference_mode():
-        inference = torch.ones(2)
+        inference = ones(2)
         inference_thread = entry.keys()
     tensors = [
         plain,
         inference,
-        torch.nn.Parameter(torch.ones(2, 3)),
-        torch.ones(2, 0, dtype=torch.bfloat16, requires_grad=True),
+        torch.nn.Parameter(ones(2, 3)),
+        ones(2, 0, dtype=torch.bfloat16, requires_grad=True),
         torch.ones(2, device="meta"),
-        torch.ones(2, dtype=torch.complex64).conj(),
-        torch.ones(2, dtype=torch.complex64).conj().imag,
+        ones(2, dtype=torch.complex64).conj(),
+        ones(2, dtype=torch.complex64).conj().imag,
     ]
     impls = [tensor._cdata for tensor in tensors]
     handle = _only_offset(list(zip(map(id, tensors), impls, strict=True)), _OBJECT_BYTES)
@@ -98,9 +101,16 @@ def _load() -> Any:
         from rmsnorm import _direct
     except ImportError:  # not built, or this torch lacks a name that it needs
         return None
+    if torch.__version__.split(".")[:2] != _direct.built_with().split("."):
+        return None  # what it takes for granted of another release may not hold
     connected = []
+
+    def connect() -> None:
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError):
+            connected.append(_connect(_direct))
+
     # In a thread of its own: a new one is in no mode, whatever this one is in.
-    thread = threading.Thread(target=lambda: connected.append(_connect(_direct)))
+    thread = threading.Thread(target=connect)
     thread.start()
     thread.join()
     return _direct if connected == [True] else None

@@ -1,5 +1,7 @@
 """Decides, in one place, what computes a call of :func:`rms_norm` and of its relatives.
 
+* plain tensors in plain eager code: the direct call of :mod:`rmsnorm.ops.direct`, which the
+  modules and patched norms try first too;
 * lists and floats: :mod:`rmsnorm.reference`, without torch;
 * NumPy arrays: wrapped, not copied, and computed as tensors;
 * tensors under a transform (see :mod:`rmsnorm.ops.transforms`), or that need a gradient where there
@@ -270,16 +272,17 @@ def operations() -> Any:
         from rmsnorm import ops
         from rmsnorm.ops import add_rms_norm, direct, gated_rms_norm, rms_norm  # noqa: F401
 
-        if direct.entry is not None:
-            from torch.compiler import is_dynamo_compiling
-
-            _direct, _in_dynamo = direct.entry.rms_norm, is_dynamo_compiling
-
         if "torch.distributed.tensor" in sys.modules:
             from rmsnorm.ops import sharding
 
             sharding.register()
         _imported = ops
+        if direct.entry is not None:
+            from torch.compiler import is_dynamo_compiling
+
+            # In this order: another thread that sees the last one uses the other.
+            _in_dynamo = is_dynamo_compiling
+            _direct = direct.entry.rms_norm
     return _imported
 
 

@@ -162,17 +162,17 @@ def inspect_model(
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected (1, n) with n >= 2")
     say = say or (lambda _: None)
     say("finding the norms")
-    patched = _twin(model)
+    patched = twin_of(model)
     report = patch(patched, exact=exact, fuse_residual=fuse_residual)
     entries = report.entries
     swapped = [entry for entry in entries if entry.swapped]
-    steps = min(decode_tokens, tokens.shape[1] - 1) if _decodes(model) else 0
+    steps = min(decode_tokens, tokens.shape[1] - 1) if decodes(model) else 0
     with torch.inference_mode():
         say("comparing the logits")
-        expected = _prefill(model, tokens), _decode(model, tokens, steps)
-        actual = _prefill(patched, tokens), _decode(patched, tokens, steps)
+        expected = prefill(model, tokens), _decode(model, tokens, steps)
+        actual = prefill(patched, tokens), _decode(patched, tokens, steps)
         say("trying the wrong convention")
-        wrong = _prefill(_wrong(model, swapped), tokens)
+        wrong = prefill(_wrong(model, swapped), tokens)
         proof = Proof(
             prefill_tokens=tokens.shape[1],
             prefill_identical=torch.equal(expected[0], actual[0]),
@@ -192,13 +192,13 @@ def inspect_model(
     return Inspection(dtype, _group(entries), proof, timings, sum(blocks), len(blocks))
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin_of(model: nn.Module) -> nn.Module:
     """A copy of ``model`` that shares its parameters and buffers."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def _decodes(model: Any) -> bool:
+def decodes(model: Any) -> bool:
     """Whether the model predicts one token after another."""
     return bool(model.can_generate())
 
@@ -207,7 +207,7 @@ def _compared(model: Any) -> str:
     return "hidden states" if model.get_output_embeddings() is None else "logits"
 
 
-def _given(model: Any, tokens: Tensor) -> dict[str, Any]:
+def inputs_of(model: Any, tokens: Tensor) -> dict[str, Any]:
     """What the model is called with for one pass over ``tokens``.
 
     Raises:
@@ -217,7 +217,7 @@ def _given(model: Any, tokens: Tensor) -> dict[str, Any]:
     given: dict[str, Any] = {name: tokens}
     if name == "input_features" and hasattr(model.config, "max_source_positions"):
         # The spectrogram is twice as long as what the encoder makes of it.
-        shape = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        shape = (len(tokens), model.config.num_mel_bins, 2 * model.config.max_source_positions)
         features = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         given = {name: features.to(model.device, model.dtype)}
     elif name != "input_ids":
@@ -229,11 +229,11 @@ def _given(model: Any, tokens: Tensor) -> dict[str, Any]:
     return given
 
 
-def _prefill(model: nn.Module, tokens: Tensor) -> Tensor:
+def prefill(model: nn.Module, tokens: Tensor) -> Tensor:
     """The logits of all tokens in one pass, (1, n, vocabulary), or the hidden states of a model
     without a head, (1, n, hidden_size)."""
-    cache = {"use_cache": False} if _decodes(model) else {}
-    output = model(**_given(model, tokens), **cache)
+    cache = {"use_cache": False} if decodes(model) else {}
+    output = model(**inputs_of(model, tokens), **cache)
     result: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return result
 
@@ -243,14 +243,16 @@ def _decode(model: nn.Module, tokens: Tensor, steps: int) -> Tensor:
     (1, steps, vocabulary); nothing if ``steps`` is 0."""
     if steps == 0:
         return torch.empty(0)
-    cache = _cache(model, tokens, steps)
-    return torch.cat([_step(model, token, cache) for token in tokens[:, -steps:].split(1, 1)], 1)
+    cache = cache_after(model, tokens, steps)
+    return torch.cat(
+        [decode_step(model, token, cache) for token in tokens[:, -steps:].split(1, 1)], 1
+    )
 
 
-def _cache(model: nn.Module, tokens: Tensor, steps: int) -> dict[str, Any]:
+def cache_after(model: nn.Module, tokens: Tensor, steps: int) -> dict[str, Any]:
     """What the model is called with beside the next token, after all but the last ``steps``: the
     cache, under the name that its forward has for it, and what its encoder gave."""
-    given = _given(model, tokens)
+    given = inputs_of(model, tokens)
     given[_ids_name(model)] = tokens[:, :-steps]
     output = model(**given, use_cache=True)
     # The argument's name until transformers 5.24, and since.
@@ -261,7 +263,7 @@ def _cache(model: nn.Module, tokens: Tensor, steps: int) -> dict[str, Any]:
     return found
 
 
-def _step(model: nn.Module, token: Tensor, cache: dict[str, Any]) -> Tensor:
+def decode_step(model: nn.Module, token: Tensor, cache: dict[str, Any]) -> Tensor:
     logits: Tensor = model(**{_ids_name(model): token}, use_cache=True, **cache).logits
     return logits
 
@@ -277,7 +279,7 @@ def _max_abs_diff(a: Tensor, b: Tensor) -> float:
 def _wrong(model: nn.Module, entries: Sequence[Entry]) -> nn.Module:
     """A twin of ``model`` whose norms round on the other side of the weight: xhat before it where
     the convention is to round the product only, and the reverse."""
-    twin = _twin(model)
+    twin = twin_of(model)
     for entry in entries:
         module = twin.get_submodule(entry.name)
         spec = entry.spec
@@ -336,11 +338,11 @@ def _time(
 ) -> tuple[Timing, ...]:
     """Times the norms alone, on the inputs that they get, and whole forward passes, in turns."""
     last = tokens[:, -1:]
-    caches = {model: _cache(model, tokens, 1) for model in (before, after)}
+    caches = {model: cache_after(model, tokens, 1) for model in (before, after)}
     inputs = {
-        "prefill": _inputs(before, names, lambda: _prefill(before, tokens)),
+        "prefill": _inputs(before, names, lambda: prefill(before, tokens)),
         "decoding": _inputs(
-            before, names, lambda: _step(before, last, copy.deepcopy(caches[before]))
+            before, names, lambda: decode_step(before, last, copy.deepcopy(caches[before]))
         ),
     }
 
@@ -354,9 +356,9 @@ def _time(
 
     def forward(model: nn.Module, stage: str) -> Callable[[], object]:
         if stage == "prefill":
-            return lambda: _prefill(model, tokens)
+            return lambda: prefill(model, tokens)
         cache = copy.deepcopy(caches[model])
-        return lambda: _step(model, last, cache)
+        return lambda: decode_step(model, last, cache)
 
     works = [
         (f"{kind}, {stage}", make, stage)

@@ -46,6 +46,7 @@ from rmsnorm.rewrite.prove import (
 )
 from rmsnorm.rewrite.report import Block, Entry, PatchReport
 from rmsnorm.rewrite.swap import Swapped, plan_of, restore, swap, swap_later
+from rmsnorm.spec import NormSpec
 
 Choice = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -181,6 +182,13 @@ def _examine(module: nn.Module) -> None:
 
 def _examine_exactly(module: nn.Module) -> None:
     _alone(True).entry("", module)
+
+
+@functools.cache
+def _without_eps(spec: NormSpec) -> NormSpec:
+    """``spec`` for a norm with an eps of its own: one object for all of them, since the direct call
+    knows a spec by its identity."""
+    return replace(spec, eps=None)
 
 
 @functools.cache
@@ -418,7 +426,7 @@ def _plan(
 ) -> Plan:
     found = proof.found
     return Plan(
-        spec=replace(found.spec, eps=None),
+        spec=_without_eps(found.spec),
         eps=found.spec.eps,
         eps_path=found.eps_path,
         shape=found.shape if proof.fixed_width else None,

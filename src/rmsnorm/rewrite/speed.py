@@ -3,8 +3,8 @@
 Prefill, decoding and a training step are timed for twins of one model, which share its weights: as
 it is, after :func:`rmsnorm.patch`, after ``patch(fuse_residual=True)``, without its norms, and
 without its norms and residual additions. What norms take is the difference to the twin without
-them; the part of it that is gone is what the patched twin does not take. How such small differences
-are told from noise says :mod:`rmsnorm.bench.paired`.
+them; the part of it that is gone is what the patched twin does not take.
+:mod:`rmsnorm.bench.paired` says how such small differences are told from noise.
 
 A norm is taken out by letting it hand on a tensor that was made before. It cannot be its input,
 since numbers overflow within a few layers that nothing normalises.
@@ -32,11 +32,11 @@ from rmsnorm.bench.paired import (
     Stopwatch,
     compiled_apart,
     interleave,
-    keep_memory,
     without_any,
 )
+from rmsnorm.bench.process import kept_memory
 from rmsnorm.progress import Say
-from rmsnorm.rewrite.inspect import _cache, _decodes, _given, _prefill, _step, _twin
+from rmsnorm.rewrite.inspect import cache_after, decode_step, decodes, inputs_of, prefill, twin_of
 from rmsnorm.rewrite.patch import patch
 
 PREFILL_TOKENS, DECODE_TOKENS = 512, 64
@@ -98,7 +98,8 @@ class Speed:
         return self.alone.ratio(PATCHED, BEFORE).complement()
 
     def ratio(self, variant: str) -> Estimate | None:
-        """The time before through that of ``variant``; ``None`` for what is compared with none."""
+        """The time before divided by that of ``variant``; ``None`` where there is nothing to
+        compare with."""
         if variant not in _PAIRS or _PAIRS[variant][0] not in self.paired.variants:
             return None
         return self.paired.ratio(_PAIRS[variant][0], variant)
@@ -294,7 +295,7 @@ def without_norms(model: nn.Module, names: Sequence[str]) -> nn.Module:
         >>> [name for name, _ in twin.named_parameters()], twin(torch.ones(2, 4)).shape
         (['0.weight', '0.bias'], torch.Size([2, 4]))
     """
-    twin = _twin(model)
+    twin = twin_of(model)
     results: dict[Any, Tensor] = {}
     gradients: dict[Any, Tensor] = {}
     for name in names:
@@ -387,12 +388,12 @@ def make_variants(
         exact: as in :func:`rmsnorm.patch`.
         compiled: whether to have compiled ones, too; they compile when they are first called.
     """
-    models = {BEFORE: _twin(model), PATCHED: _twin(model)}
+    models = {BEFORE: twin_of(model), PATCHED: twin_of(model)}
     report = patch(models[PATCHED], exact=exact)
     names = tuple(entry.name for entry in report.swapped)
     if not names:
         return None
-    fused = _twin(model)
+    fused = twin_of(model)
     found = patch(fused, exact=exact, fuse_residual=True).blocks
     blocks = [block.name for block in found if block.fused]
     models[NO_NORMS] = without_norms(model, names)
@@ -406,7 +407,7 @@ def make_variants(
     calls: dict[str, Callable[..., Any]] = {}
     if compiled:
         for variant, base in ((COMPILED, BEFORE), (COMPILED_PATCHED, PATCHED)):
-            models[variant] = _twin(model)
+            models[variant] = twin_of(model)
             if base == PATCHED:
                 patch(models[variant], exact=exact)
             calls[variant] = torch.compile(models[variant])
@@ -450,7 +451,6 @@ def measure_speed(
     variants = make_variants(model, exact=exact, compiled=compiled)
     if variants is None:
         return Speeds((), ("none of its norms can be replaced",))
-    keep_memory()
     prefill = _repeated(tokens, 1, PREFILL_TOKENS)
     train = _repeated(tokens, TRAIN_BATCH, TRAIN_TOKENS)
     works: dict[str, tuple[str, Callable[[Variants], _Work]]] = {
@@ -464,10 +464,11 @@ def measure_speed(
             lambda v: _Training(v, train),
         ),
     }
-    if not _decodes(model):
+    if not decodes(model):
         del works["decoding"]
     found: list[Speed | str] = []
-    with _gradients_kept(model), compiled_apart() if compiled else contextlib.nullcontext():
+    apart = compiled_apart() if compiled else contextlib.nullcontext()
+    with kept_memory(), _gradients_kept(model), apart:
         for kind, (what, make) in works.items():
             found.append(_measure(what, variants, make, seconds * _WORKS[kind], say))
     return Speeds(
@@ -524,7 +525,7 @@ class _Prefill(_Work):
 
     def start(self, variant: str) -> Sequence[Piece]:
         model = self.variants.called(variant)
-        return [self.timed(variant, lambda _: _prefill(model, self._tokens))]
+        return [self.timed(variant, lambda _: prefill(model, self._tokens))]
 
 
 class _Decoding(_Work):
@@ -538,7 +539,7 @@ class _Decoding(_Work):
 
     def prepare(self) -> None:
         # The same cache for all, since what the twins without norms compute means nothing.
-        self._cache = _cache(self.variants.models[BEFORE], self._tokens, self._steps)
+        self._cache = cache_after(self.variants.models[BEFORE], self._tokens, self._steps)
 
     def start(self, variant: str) -> Sequence[Piece]:
         model, cache = self.variants.called(variant), copy.deepcopy(self._cache)
@@ -546,7 +547,7 @@ class _Decoding(_Work):
         return [self._piece(variant, model, token, cache) for token in last]
 
     def _piece(self, variant: str, model: Any, token: Tensor, cache: dict[str, Any]) -> Piece:
-        return self.timed(variant, lambda _: _step(model, token, cache))
+        return self.timed(variant, lambda _: decode_step(model, token, cache))
 
 
 class _Training(_Work):
@@ -557,8 +558,8 @@ class _Training(_Work):
     def __init__(self, variants: Variants, tokens: Tensor) -> None:
         super().__init__(variants)
         model = variants.models[BEFORE]
-        self._given = _given(model, tokens)
-        if _decodes(model):
+        self._given = inputs_of(model, tokens)
+        if decodes(model):
             self._given |= {"labels": tokens, "use_cache": False}
 
     def start(self, variant: str) -> Sequence[Piece]:

@@ -96,7 +96,8 @@ def examined(module: nn.Module) -> bool:
         or any(tensor.is_meta or not tensor.numel() for tensor in module.parameters())
     ):
         return False
-    del module.__dict__[_LATER]
+    if module.__dict__.pop(_LATER, None) is None:  # another thread was faster
+        return False
     examine(module)
     return True
 

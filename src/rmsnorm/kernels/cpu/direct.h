@@ -44,12 +44,14 @@ bool direct_forward(const DirectCall& call, DirectResult& result) noexcept;
 bool direct_backward(const DirectBackward& call, DirectGradients& gradients) noexcept;
 
 struct DirectTable {
-  // The spec that `text` encodes, which lives on; null if there is none, or if it has a gate.
+  // The spec that `text` encodes, which is never freed; null if there is none, or if it has a gate.
+  // For one thread at a time.
   const void* (*parse)(const char* text, std::size_t length) noexcept;
   bool (*forward)(const DirectCall& call, DirectResult& result) noexcept;
   bool (*backward)(const DirectBackward& call, DirectGradients& gradients) noexcept;
   std::int64_t (*elements)(void* tensor) noexcept;  // how many it has
-  void (*discard)(void* tensor) noexcept;           // gives up a result
+  void* (*share)(void* tensor) noexcept;            // one more owner of it, or null
+  void (*discard)(void* tensor) noexcept;           // gives up a result, or what `share` returned
 };
 
 }  // namespace rmsnorm

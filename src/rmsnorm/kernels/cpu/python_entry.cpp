@@ -10,7 +10,8 @@
 // and vmap, grad, jvp, autocast, tracing and dispatch modes, without naming any of them.
 //
 // The names from PyTorch are not part of its stable interface. A PyTorch that lacks one of them
-// cannot load this module, and the package goes without it.
+// cannot load this module, and the package goes without it, as it does with any other PyTorch than
+// the release that the module was built with.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
@@ -67,7 +68,7 @@ constexpr unsigned kKnownSpecs = 16;
 KnownSpec known_specs[kKnownSpecs];
 unsigned next_known_spec = 0;
 
-// The parsed spec, or null, with no Python error set.
+// The parsed spec, or null.
 const void* find_spec(PyObject* object) {
   for (const KnownSpec& known : known_specs) {
     if (known.object == object) return known.spec;
@@ -78,7 +79,8 @@ const void* find_spec(PyObject* object) {
   const void* spec =
       characters ? setup.table->parse(characters, static_cast<std::size_t>(length)) : nullptr;
   Py_XDECREF(text);
-  PyErr_Clear();
+  // No spec, for which there will be a complaint. An interrupt is not ours to drop.
+  if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
   if (spec) {
     KnownSpec& place = known_specs[next_known_spec++ % kKnownSpecs];
     PyObject* old = place.object;
@@ -151,12 +153,21 @@ bool read_norm(PyObject* const* objects, DirectCall& call) {
   return call.spec != nullptr;
 }
 
-PyObject* declined() { Py_RETURN_NONE; }
+// None, unless Python was interrupted.
+PyObject* declined() {
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
 
 // Gives a new tensor to Python; null, with an error set, if that cannot be.
 PyObject* wrap(void* handle) {
-  if (!handle) return declined();
-  PyObject* object = wrap_tensor(handle);
+  if (!handle) Py_RETURN_NONE;
+  PyObject* object = nullptr;
+  try {
+    object = wrap_tensor(handle);
+  } catch (...) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "rmsnorm: no object for a result");
+  }
   setup.table->discard(handle);
   return object;
 }
@@ -164,33 +175,70 @@ PyObject* wrap(void* handle) {
 // A tuple of new tensors, None for each that is null.
 template <class... Handles>
 PyObject* wrap_all(Handles... handles) {
-  PyObject* objects[] = {wrap(handles)...};
+  void* const all[] = {handles...};
   PyObject* tuple = PyTuple_New(sizeof...(handles));
-  bool complete = tuple != nullptr;
-  for (PyObject* object : objects) complete &= object != nullptr;
-  for (Py_ssize_t i = 0; i < static_cast<Py_ssize_t>(sizeof...(handles)); ++i) {
-    if (complete) {
-      PyTuple_SetItem(tuple, i, objects[i]);
-    } else {
-      Py_XDECREF(objects[i]);
+  Py_ssize_t place = 0;
+  for (void* handle : all) {
+    PyObject* object = tuple ? wrap(handle) : nullptr;
+    if (object) {
+      PyTuple_SetItem(tuple, place++, object);
+    } else if (tuple) {
+      Py_DECREF(tuple);
+      tuple = nullptr;
+    } else if (handle) {
+      setup.table->discard(handle);
     }
   }
-  if (complete) return tuple;
-  Py_XDECREF(tuple);
-  return nullptr;
+  return tuple;
 }
 
-template <class Function>
-bool run(void* x, const Function& function) {
-  if (setup.table->elements(x) < kReleaseFrom) return function();
+// Owns the tensors of a call as long as it lasts, since another Python thread may meanwhile put
+// something else into the objects that they were taken from.
+template <std::size_t Count>
+class Shared {
+ public:
+  explicit Shared(void** const (&places)[Count]) {
+    for (std::size_t i = 0; i < Count; ++i) {
+      void*& handle = *places[i];
+      if (!handle) continue;
+      handle = owned_[i] = setup.table->share(handle);
+      complete_ &= handle != nullptr;
+    }
+  }
+  ~Shared() {
+    for (void* handle : owned_) {
+      if (handle) setup.table->discard(handle);
+    }
+  }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  bool complete() const { return complete_; }
+
+ private:
+  void* owned_[Count] = {};
+  bool complete_ = true;
+};
+
+// Runs `function` on the tensors behind `places`, without Python's lock if it takes a while.
+template <std::size_t Count, class Function>
+bool run(void** const (&places)[Count], const Function& function) {
+  if (setup.table->elements(*places[0]) < kReleaseFrom) return function();
+  const Shared<Count> shared(places);
+  if (!shared.complete()) return false;
   PyThreadState* state = PyEval_SaveThread();
   const bool done = function();
   PyEval_RestoreThread(state);
   return done;
 }
 
-bool run_forward(const DirectCall& call, DirectResult& result) {
-  return run(call.x, [&] { return setup.table->forward(call, result); });
+bool run_forward(DirectCall call, DirectResult& result) {
+  void** const places[] = {&call.x, &call.residual, &call.weight, &call.out};
+  return run(places, [&] { return setup.table->forward(call, result); });
+}
+
+bool run_backward(DirectBackward call, DirectGradients& gradients) {
+  void** const places[] = {&call.norm.x, &call.norm.weight, &call.dy, &call.rstd, &call.dresidual};
+  return run(places, [&] { return setup.table->backward(call, gradients); });
 }
 
 // Whether a result may go into the tensor behind `handle`: outside of inference mode, none of its
@@ -275,7 +323,7 @@ PyObject* backward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   call.need_dx = objects[8] == Py_True;
   call.need_dweight = objects[9] == Py_True;
   DirectGradients gradients;
-  if (!run(call.norm.x, [&] { return setup.table->backward(call, gradients); })) return declined();
+  if (!run_backward(call, gradients)) return declined();
   return wrap_all(gradients.dx, gradients.dweight);
 }
 
@@ -284,6 +332,9 @@ PyObject* keys(PyObject*, PyObject*) {
   return Py_BuildValue("(KK)", static_cast<unsigned long long>(thread_keys[0]),
                        static_cast<unsigned long long>(thread_keys[1]));
 }
+
+// built_with() -> the release of PyTorch, as "2.13".
+PyObject* built_with(PyObject*, PyObject*) { return PyUnicode_FromString(RMSNORM_TORCH_RELEASE); }
 
 // connect(table, tensor type, parameter type, encode, handle offset, keys offset,
 //         (tensor keys, included, excluded) plain, the same in inference mode)
@@ -325,6 +376,7 @@ PyMethodDef methods[] = {
     {"forward", as_c_function(forward), METH_FASTCALL, nullptr},
     {"backward", as_c_function(backward), METH_FASTCALL, nullptr},
     {"keys", keys, METH_NOARGS, nullptr},
+    {"built_with", built_with, METH_NOARGS, nullptr},
     {"connect", connect, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -266,7 +266,7 @@ class Parameter {
  public:
   Parameter(AtenTensorHandle handle, const char* name, const View& x, std::int64_t ndim)
       : view_(handle, name) {
-    bool matches = view_.rank == ndim;
+    bool matches = view_.rank == ndim && ndim <= x.rank;
     for (std::int64_t dim = 0; matches && dim < ndim; ++dim) {
       matches = view_.size[dim] == x.size[x.rank - ndim + dim];
     }

@@ -1,17 +1,34 @@
 // What the library offers besides its operations, as C symbols.
 
+#include <string>
+#include <unordered_map>
+
 #include "torch_common.h"
 
 namespace rmsnorm {
 namespace {
 
+// The specs of direct calls, by their strings. Never freed, for a thread may outlive whatever is
+// destroyed at the end; nobody has many.
 const void* parse(const char* text, std::size_t length) noexcept {
+  constexpr std::size_t kMostSpecs = 4096;
+  static auto& kept = *new std::unordered_map<std::string, Spec>;
   try {
-    const Spec& spec = parse_spec({text, length});
-    return spec.gate == Gate::none ? &spec : nullptr;
+    const std::string key(text, length);
+    const auto found = kept.find(key);
+    if (found != kept.end()) return &found->second;
+    const Spec spec = parse_spec(key);
+    if (spec.gate != Gate::none || kept.size() >= kMostSpecs) return nullptr;
+    return &kept.emplace(key, spec).first->second;
   } catch (...) {
     return nullptr;
   }
+}
+
+void* share(void* tensor) noexcept {
+  AtenTensorHandle shared = nullptr;
+  aoti_torch_new_tensor_handle(static_cast<AtenTensorHandle>(tensor), &shared);
+  return shared;
 }
 
 std::int64_t elements(void* tensor) noexcept {
@@ -23,7 +40,7 @@ void discard(void* tensor) noexcept {
   aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(tensor));
 }
 
-constexpr DirectTable kTable{parse, direct_forward, direct_backward, elements, discard};
+constexpr DirectTable kTable{parse, direct_forward, direct_backward, elements, share, discard};
 
 }  // namespace
 }  // namespace rmsnorm

@@ -2,6 +2,17 @@ from pathlib import Path
 
 import pytest
 
+from rmsnorm.bench.goals import (
+    AHEAD,
+    GOALS,
+    HUGE_PAGES,
+    KEPT_MEMORY,
+    MEMORY,
+    STEP,
+    Limit,
+    has_figure,
+    limits,
+)
 from rmsnorm.bench.grid import (
     SPECS,
     SWEEP_WIDTHS,
@@ -12,17 +23,6 @@ from rmsnorm.bench.grid import (
     sweep_cells,
 )
 from rmsnorm.bench.memory import LIMIT
-from rmsnorm.bench.promises import (
-    AHEAD,
-    HUGE_PAGES,
-    KEPT_MEMORY,
-    MEMORY,
-    PROMISES,
-    STEP,
-    Limit,
-    has_figure,
-    limits,
-)
 
 GRID = grid_cells(["forward", "train", "add", "add_train"])
 EVERY = [*GRID, *call_cells(), *heads_cells(), *sweep_cells()]
@@ -33,13 +33,13 @@ def of(cell, rival):
     return {one.ours: one.ratio for one in limits(cell) if one.rival == rival}
 
 
-def test_every_promise_is_asked_somewhere_and_has_a_name_of_its_own():
-    for promise in PROMISES:
-        if promise not in (MEMORY, STEP):
-            covered = [cell for cell in EVERY if promise.covers(cell)]
-            assert covered, promise.name
-            assert all(promise.limits(cell) for cell in covered), promise.name
-    assert len({promise.name for promise in PROMISES}) == len(PROMISES)
+def test_every_goal_is_asked_somewhere_and_has_a_name_of_its_own():
+    for goal in GOALS:
+        if goal not in (MEMORY, STEP):
+            covered = [cell for cell in EVERY if goal.covers(cell)]
+            assert covered, goal.name
+            assert all(goal.limits(cell) for cell in covered), goal.name
+    assert len({goal.name for goal in GOALS}) == len(GOALS)
     assert MEMORY.ratio == LIMIT == 1.02
 
 
@@ -64,7 +64,7 @@ def test_every_promise_is_asked_somewhere_and_has_a_name_of_its_own():
         (Cell("forward", 32, 2048, "bfloat16", "hot", "given"), 2.6, 2.6),
         (Cell("forward", 32768, 128, "bfloat16", "hot", "given"), 2.8, 2.8),
         (Cell("train", 512, 4096, "bfloat16", "hot", "fresh"), 4.0, 4.0),
-        # Where no figure is promised.
+        # Where no figure is asked.
         (Cell("forward", 512, 4096, "float32", "hot", "fresh"), None, None),
         (Cell("forward", 32768, 128, "float32", "hot", "given"), None, None),
         (Cell("heads", 32768, 128, "bfloat16", "hot", "given"), None, None),
@@ -175,10 +175,10 @@ def test_strict_limits_are_broken_by_equality(strict, ratio, holds):
     assert Limit("a", "b", 1.0, strict).holds(ratio) is holds
 
 
-def test_the_document_lists_every_promise():
+def test_the_document_lists_every_goal():
     text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     rows = [line for line in text.splitlines() if line.endswith("` |") and " / " in line]
     assert rows == [
         f"| {one.name} | `{one.ours} / {one.rival} {'<' if one.strict else '<='} {one.ratio:.3g}` |"
-        for one in PROMISES
+        for one in GOALS
     ]
