@@ -120,7 +120,10 @@ def test_into_a_tensor_that_is_given() -> None:
     assert same_bits(out, expected)
     assert out._version == 1
     strided = torch.full((8, 3), torch.nan).T
-    assert same_bits(call(x, weight, out=strided), expected)
+    assert call(x, weight, out=strided) is None
+    assert same_bits(rms_norm(x, weight, 1e-6, out=strided), expected)
+    assert strided._version == 1
+    assert call(weight[None], weight, out=weight[None]) is None
     own = x.clone()
     assert same_bits(call(own, weight, out=own), expected)
     # Autograd has saved what is overwritten.
@@ -376,6 +379,15 @@ def test_a_tensor_that_changes_hands_while_it_is_read() -> None:
         assert torch.allclose(call(x, None, ndim=1), expected)
     stop.set()
     thread.join()
+
+
+@needs_entry
+def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert direct._load() is None
 
 
 @needs_entry

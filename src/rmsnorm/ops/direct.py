@@ -111,8 +111,9 @@ def _load() -> Any:
 
     # In a thread of its own: a new one is in no mode, whatever this one is in.
     thread = threading.Thread(target=connect)
-    thread.start()
-    thread.join()
+    with contextlib.suppress(RuntimeError):  # no more threads can be had
+        thread.start()
+        thread.join()
     return _direct if connected == [True] else None
 
 

@@ -156,6 +156,12 @@ void check_out(const View& out, const View& x, DType y_type) {
   check_writable(out, "out");
 }
 
+// Whether rows can be written to `out` one by one, as soon as each is read.
+bool takes_rows(const View& out, const View& x, const View* weight, const View* bias) {
+  return out.contiguous() && !overlaps(out, x, true) &&
+         !(weight && overlaps(out, *weight, false)) && !(bias && overlaps(out, *bias, false));
+}
+
 // The operation rms_norm, into `out` if that is not null, and else into a new tensor, which is
 // returned; beside it rstd, if that is wanted.
 Owned rms_norm(const Arguments& arguments, AtenTensorHandle bias_handle,
@@ -174,10 +180,9 @@ Owned rms_norm(const Arguments& arguments, AtenTensorHandle bias_handle,
   }
   if (rstd) *rstd = forward.new_rstd(call);
   std::optional<Parameter>& weight = forward.weight();
-  // An `out` that rows cannot be written to one by one gets a copy of the result.
-  const bool direct = out && out->contiguous() && !overlaps(*out, x, true) &&
-                      !(weight && overlaps(*out, weight->view(), false)) &&
-                      !(bias && overlaps(*out, bias->view(), false));
+  // Any other `out` gets a copy of the result.
+  const bool direct = out && takes_rows(*out, x, weight ? &weight->view() : nullptr,
+                                        bias ? &bias->view() : nullptr);
   Owned result;
   if (direct) {
     call.y = out->data;
@@ -519,6 +524,14 @@ bool direct_forward(const DirectCall& call, DirectResult& result) noexcept {
   try {
     Arguments arguments;
     take_direct(call, arguments);
+    if (call.out) {
+      // The copy that another `out` gets belongs below autograd, where torch.ops makes it.
+      const View x(arguments.x, "x");
+      const View out(static_cast<AtenTensorHandle>(call.out), "out");
+      std::optional<View> weight;
+      if (arguments.weight) weight.emplace(arguments.weight, "weight");
+      if (!takes_rows(out, x, weight ? &*weight : nullptr, nullptr)) return false;
+    }
     AddResult results;
     Owned* rstd = call.want_rstd ? &results.rstd : nullptr;
     if (call.residual) {
