@@ -233,12 +233,12 @@ def test_bench_is_refused_before_it_runs(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_bench_check_exits_with_1_when_a_cell_loses(
+def test_bench_check_exits_with_1_when_a_goal_does_not_hold(
     lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import rmsnorm.cli.bench as bench_module
 
-    monkeypatch.setattr(bench_module, "_run", lambda *_: lost)
+    monkeypatch.setattr(bench_module, "_run", lambda *_: not lost)
     assert main(["bench", "--shape", "1x576"]) == 0
     assert main(["bench", "--shape", "1x576", "--check"]) == int(lost)
 
