@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmsnorm.bench.alone import calls_of
 from rmsnorm.ops.route import gated_rms_norm, rms_norm
 from rmsnorm.progress import Say
 from rmsnorm.rewrite.patch import patch
@@ -340,19 +341,15 @@ def _time(
     last = tokens[:, -1:]
     caches = {model: cache_after(model, tokens, 1) for model in (before, after)}
     inputs = {
-        "prefill": _inputs(before, names, lambda: prefill(before, tokens)),
-        "decoding": _inputs(
+        "prefill": calls_of(before, names, lambda: prefill(before, tokens)),
+        "decoding": calls_of(
             before, names, lambda: decode_step(before, last, copy.deepcopy(caches[before]))
         ),
     }
 
     def norms(model: nn.Module, stage: str) -> Callable[[], object]:
-        modules = [model.get_submodule(name) for name in names]
-        given = inputs[stage]
-        pairs = [(module, given[name]) for module, name in zip(modules, names, strict=True)]
-        return lambda: [
-            module(*args, **kwargs) for module, calls in pairs for args, kwargs in calls
-        ]
+        calls = [(model.get_submodule(name), call) for name, call in inputs[stage]]
+        return lambda: [module(*args, **kwargs) for module, (args, kwargs) in calls]
 
     def forward(model: nn.Module, stage: str) -> Callable[[], object]:
         if stage == "prefill":
@@ -380,29 +377,6 @@ def _time(
         old, new = map(statistics.median, taken)
         timings.append(Timing(what, old, new, rounds=len(taken[0])))
     return tuple(timings)
-
-
-def _inputs(
-    model: nn.Module, names: Sequence[str], run: Callable[[], object]
-) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """What each named module is given while ``run`` runs ``model``."""
-    seen: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {name: [] for name in names}
-
-    def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[name].append((args, kwargs))
-
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: keep(name, args, kwargs), with_kwargs=True
-        )
-        for name in names
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
 
 
 def _group(entries: Sequence[Entry]) -> tuple[NormGroup, ...]:
