@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops import add_rms_norm as operation
-from rmsnorm.ops.direct import entry
 from rmsnorm.ops.transforms import in_autocast, needs_gradient, with_versions
 
 if TYPE_CHECKING:
@@ -223,23 +222,6 @@ class Course:
         return tuple([None if i is None else found[i] for i in self._order])
 
 
-def _both(
-    h: Tensor, branch: Tensor, weight: Tensor | None, eps: float | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """The norm of the sum, and the sum, where no gradient is needed."""
-    found: tuple[Tensor, Tensor]
-    if entry is not None and not torch.compiler.is_dynamo_compiling():
-        direct = entry.add_rms_norm(branch, h, weight, eps, plan.spec, plan.ndim)
-        if direct is not None and direct is not True:
-            found = direct
-            return found
-    try:
-        found = operation.op(branch, h, weight, eps, plan.spec.encode(), plan.ndim)
-    except RuntimeError:  # another thread has opened a level of forward mode
-        return operation.forward(branch, h, weight, eps, plan.spec, plan.ndim)
-    return found
-
-
 class Stream:
     """A block's residual stream, in the place of a tensor.
 
@@ -320,7 +302,7 @@ class Stream:
         # must be computed from it then.
         if needs_gradient(branch, h, weight) or (weight is not None and weight.is_inference()):
             return None
-        y, total = with_versions(_both, h, branch, weight, eps, plan)
+        y, total = with_versions(operation.forward, branch, h, weight, eps, plan.spec, plan.ndim)
         handed = _Handed()
         handed.y = y
         handed.total = weakref.ref(total, slot.drop)
@@ -411,9 +393,7 @@ def _joined(h: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]
     if operands is None:
         return None
     weight, _, eps = operands
-    if not needs_gradient(branch, h, weight):
-        return _both(h, branch, weight, eps, plan)
-    if plan.trains(branch, weight, None):
+    if not needs_gradient(branch, h, weight) or plan.trains(branch, weight, None):
         return operation.forward(branch, h, weight, eps, plan.spec, plan.ndim)
     return None
 
