@@ -18,6 +18,17 @@ def rms_norm(
     out: Tensor = ...,
     /,
 ) -> Tensor | Literal[True] | None: ...
+def proven(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    spec: NormSpec,
+    ndim: int,
+    width: int,
+    dtypes: int,
+    trained: int,
+    /,
+) -> Tensor | Literal[True] | None: ...
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -27,6 +38,15 @@ def add_rms_norm(
     ndim: int,
     /,
 ) -> tuple[Tensor, Tensor] | Literal[True] | None: ...
+def add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    spec: NormSpec | str,
+    ndim: int,
+    /,
+) -> Literal[True] | None: ...
 def forward(
     x: Tensor,
     residual: Tensor | None,
@@ -53,6 +73,7 @@ def keys() -> tuple[int, int]: ...
 def built_with() -> str: ...
 def connect(
     table: int,
+    record: int,
     tensor_type: type,
     parameter_type: type,
     encode: Callable[[NormSpec | str], str],

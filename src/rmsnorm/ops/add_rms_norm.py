@@ -469,14 +469,17 @@ def forward(
     Raises: as :func:`rmsnorm.add_rms_norm`.
     """
     results: tuple[Tensor, Tensor]
-    simple = type(alpha) is float and alpha == 1.0 and residual_dtype is None and not inplace
+    simple = type(alpha) is float and alpha == 1.0 and residual_dtype is None
+    found = None
     if simple and entry is not None and not is_dynamo_compiling():
-        found = entry.add_rms_norm(x, residual, weight, eps, spec, ndim)
-        if found is not None and found is not True:
-            results = found
-            return results
-    else:
-        found = None
+        if inplace:
+            if entry.add_rms_norm_(x, residual, weight, eps, spec, ndim):
+                return x, residual
+        else:
+            found = entry.add_rms_norm(x, residual, weight, eps, spec, ndim)
+            if found is not None and found is not True:
+                results = found
+                return results
     try:
         composed = found is None and needs_composite(x, residual, weight)
         differentiated = found is True or needs_gradient(x, residual, weight)

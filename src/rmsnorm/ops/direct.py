@@ -83,6 +83,7 @@ def _connect(entry: Any) -> bool:
         return False
     entry.connect(
         table,
+        extension.autograd_record(),
         Tensor,
         torch.nn.Parameter,
         _encode,

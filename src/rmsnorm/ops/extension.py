@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 _LIBRARY = Path(__file__).resolve().parent.parent / "_kernels.so"
+_AUTOGRAD = _LIBRARY.with_name("_autograd.so")
 
 
 def load() -> bool:
@@ -58,6 +59,27 @@ def direct_table() -> int:
     """The address of what the direct call needs of the kernels; 0 without them."""
     library = _kernels()
     return 0 if library is None else library.rmsnorm_direct() or 0
+
+
+@functools.cache
+def autograd_record() -> int:
+    """The address of the function that records a direct call for autograd; 0 if there is none.
+
+    ``RMSNORM_DISABLE_AUTOGRAD=1`` goes without it, and so does any other torch than the release
+    that it was built with: an ``autograd.Function`` does the same, more slowly.
+    """
+    table = direct_table()
+    if not table or os.environ.get("RMSNORM_DISABLE_AUTOGRAD", "") not in ("", "0"):
+        return 0
+    import torch
+
+    try:
+        connect = ctypes.CDLL(str(_AUTOGRAD)).rmsnorm_autograd
+    except (OSError, AttributeError):  # not built, or this torch lacks a name that it needs
+        return 0
+    connect.restype = ctypes.c_void_p
+    connect.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+    return connect(table, torch.__version__.split("+")[0].encode()) or 0
 
 
 def cpu_isa() -> str | None:

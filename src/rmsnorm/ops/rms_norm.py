@@ -42,6 +42,8 @@ for _schema in (
     "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dresidual, "
     "float? eps, str spec, int ndim, bool need_dx, bool need_dweight, bool need_dbias) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "rms_norm_gradients(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dresidual, "
+    "float? eps, str spec, int ndim, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -301,6 +303,33 @@ def gradients(
     return composite.rms_norm_backward(dy, x, weight, eps, spec, ndim, dresidual, needs)
 
 
+def _gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    eps: float | None,
+    spec: str,
+    ndim: int,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor]:
+    """What a node in C++ (autograd_node.cpp) asks for where more than the kernel's numbers is due.
+
+    An operation, since what calls for it is found by PyTorch's dispatcher: another derivative,
+    ``vmap``, a mode, a wrapped tensor.
+    """
+    settings = eps, NormSpec.decode(spec), ndim
+    needs = need_dx, need_dweight, False
+    dx, dweight, _ = gradients(dy, x, weight, rstd, dresidual, settings, needs)
+    return or_nothing(dx, x), or_nothing(dweight, x)
+
+
+# It is what it consists of, to autograd and to every mode.
+_library.impl("rms_norm_gradients", _gradients, "CompositeImplicitAutograd")
+
+
 def kernel_gradients(
     operation: Callable[..., tuple[Tensor, Tensor, Tensor]],
     tensors: tuple[Tensor | None, ...],
@@ -409,9 +438,20 @@ def _vmap_bwd(
     return tuple(or_nothing(gradient, x) for gradient in found), out_dims
 
 
+def _vmap_gradients(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    dims = (*in_dims, *[None] * len(arguments))[: len(arguments)]
+    found: tuple[Tensor, Tensor] = torch.vmap(_gradients, in_dims=dims)(*arguments)
+    return found, (0, 0)
+
+
 torch.library.register_vmap(op, _vmap, lib=_library)
 torch.library.register_vmap(op_fwd, _vmap_fwd, lib=_library)
 torch.library.register_vmap(op_bwd, _vmap_bwd, lib=_library)
+torch.library.register_vmap(
+    torch.ops.rmsnorm.rms_norm_gradients.default, _vmap_gradients, lib=_library
+)
 
 
 def check(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops import gated_rms_norm as gated_operation
-from rmsnorm.ops.rms_norm import has_kernels, kernels_differentiate
+from rmsnorm.ops.rms_norm import FLOATING, has_kernels, kernels_differentiate
 from rmsnorm.ops.transforms import (
     in_autocast,
     in_jit_trace,
@@ -178,6 +178,20 @@ class Plan:
             and not self.reshapes
         )
 
+    @functools.cached_property
+    def quick(self) -> tuple[str | None, str | None, tuple[NormSpec, int, int, int, int]] | None:
+        """The names of weight and eps in a module, and what the direct call compares the rest of
+        a call with; ``None`` where more must be compared."""
+        path = self.eps_path
+        if not self.joins or self.ndim != 1 or type(self.eps) is not float:
+            return None
+        if path is not None and len(path) > 1:
+            return None
+        weight = None if self.weight is None else self.weight.name
+        width = 0 if self.shape is None else self.shape[0]
+        dtypes = _dtype_bits(self.pairs), _dtype_bits(self.training)
+        return weight, path and path[0], (self.spec, 1, width, *dtypes)
+
     def eps_of(self, module: nn.Module) -> Any:
         """The eps that ``module`` uses now."""
         if self.eps_path is None:
@@ -320,6 +334,12 @@ class Plan:
         if tensor.shape != slot.shape or tensor.is_cpu is not x.is_cpu:
             return False
         return tensor is weight or weight is None or tensor.dtype == weight.dtype
+
+
+def _dtype_bits(pairs: frozenset[Dtypes]) -> int:
+    """The bit of each pair of dtypes of row and weight, as the kernels number them."""
+    numbers = {dtype: number for number, dtype in enumerate((*FLOATING, None))}
+    return sum(1 << (5 * numbers[pair[0]] + numbers[pair[1]]) for pair in pairs)
 
 
 def _pairs_text(pairs: frozenset[Dtypes]) -> str:

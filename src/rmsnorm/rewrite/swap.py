@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from rmsnorm.ops import rms_norm as operation
 from rmsnorm.ops.direct import entry
@@ -173,6 +174,21 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             if normed is not None:
                 return normed
             args = (args[0].tensor, *args[1:])
+        elif (
+            plan is not None
+            and entry is not None
+            and plan.quick is not None
+            and len(args) == 1
+            and not kwargs
+            and getattr(self, SLOT, None) is None
+            and not is_dynamo_compiling()
+        ):
+            weight_name, eps_name, rest = plan.quick
+            weight = weight_name and self._parameters.get(weight_name)
+            eps = self.__dict__.get(eps_name) if eps_name else plan.eps
+            y = None if eps is None else entry.proven(args[0], weight, eps, *rest)
+            if y is not None and y is not True:
+                return y
         if plan is not None:
             x = None
             if not kwargs and len(args) == 1:
@@ -192,15 +208,6 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
                 operands = plan.operands(self, x)
                 if operands is not None:
                     weight, bias, eps = operands
-                    if (
-                        entry is not None
-                        and bias is None
-                        and plan.inside is None
-                        and not torch.compiler.is_dynamo_compiling()
-                    ):
-                        y = entry.rms_norm(x, weight, eps, plan.spec, plan.ndim)
-                        if y is not None and y is not True:
-                            return y
                     # Where the kernel cannot serve, the module's own code is the faster one.
                     if (
                         x.is_cpu

@@ -17,7 +17,8 @@ struct DirectCall {
   bool has_eps = false;
   double eps = 0.0;
   bool want_rstd = false;
-  void* out = nullptr;  // or null: where y goes, instead of a new tensor
+  void* out = nullptr;    // or null: where y goes, instead of a new tensor
+  bool in_place = false;  // whether y goes into x, and the sum into the residual
 };
 
 struct DirectResult {
@@ -45,13 +46,20 @@ bool direct_backward(const DirectBackward& call, DirectGradients& gradients) noe
 
 struct DirectTable {
   // The spec that `text` encodes, which is never freed; null if there is none, or if it has a gate.
-  // For one thread at a time.
   const void* (*parse)(const char* text, std::size_t length) noexcept;
+  const char* (*text)(const void* spec) noexcept;  // the other way round
   bool (*forward)(const DirectCall& call, DirectResult& result) noexcept;
   bool (*backward)(const DirectBackward& call, DirectGradients& gradients) noexcept;
   std::int64_t (*elements)(void* tensor) noexcept;  // how many it has
+  // Whether rows of x have `width` elements, or any number if that is 0, and `dtypes` holds the bit
+  // 5 * x's dtype + the weight's, as types.h numbers them.
+  bool (*fits)(void* x, void* weight, std::int64_t width, std::uint64_t dtypes) noexcept;
   void* (*share)(void* tensor) noexcept;            // one more owner of it, or null
   void (*discard)(void* tensor) noexcept;           // gives up a result, or what `share` returned
 };
+
+// Makes the results of a forward with rstd the outputs of a node of autograd's graph
+// (autograd_node.cpp). One that returns false leaves results that are of no use.
+using Record = bool (*)(const DirectCall& call, const DirectResult& result) noexcept;
 
 }  // namespace rmsnorm

@@ -49,6 +49,7 @@ constexpr int kStates = 2;  // plain, and inference mode
 
 struct Setup {
   const DirectTable* table = nullptr;
+  Record record = nullptr;  // or null
   PyTypeObject* tensor_type = nullptr;
   PyTypeObject* parameter_type = nullptr;
   PyObject* encode = nullptr;    // from a spec, or the name of one, to its canonical string
@@ -236,6 +237,20 @@ bool run_forward(DirectCall call, DirectResult& result) {
   return run(places, [&] { return setup.table->forward(call, result); });
 }
 
+// The same, with a node in autograd's graph. False, with no results, where that cannot be.
+bool run_recorded(DirectCall call, DirectResult& result) {
+  void** const places[] = {&call.x, &call.residual, &call.weight};
+  call.want_rstd = true;
+  const bool done = run(places, [&] {
+    return setup.table->forward(call, result) && setup.record(call, result);
+  });
+  void* const handles[] = {result.rstd, done ? nullptr : result.y, done ? nullptr : result.sum};
+  for (void* handle : handles) {
+    if (handle) setup.table->discard(handle);
+  }
+  return done;
+}
+
 bool run_backward(DirectBackward call, DirectGradients& gradients) {
   void** const places[] = {&call.norm.x, &call.norm.weight, &call.dy, &call.rstd, &call.dresidual};
   return run(places, [&] { return setup.table->backward(call, gradients); });
@@ -250,6 +265,20 @@ bool may_write(void* handle, bool& is_tracked) {
   return (is_tracked || in_inference_mode) && !(grad_mode_is_enabled() && wants_gradient(handle));
 }
 
+// Whether autograd is to know of a call with these tensors.
+template <class... Handles>
+bool is_differentiated(Handles... handles) {
+  return grad_mode_is_enabled() && (wants_gradient(handles) || ...);
+}
+
+// The norm as a new tensor; True if only its gradient stands in the way; or None.
+PyObject* normalise(const DirectCall& call, bool differentiated) {
+  DirectResult result;
+  if (!differentiated) return run_forward(call, result) ? wrap(result.y) : declined();
+  if (setup.record && run_recorded(call, result)) return wrap(result.y);
+  Py_RETURN_TRUE;
+}
+
 // rms_norm(x, weight, eps, spec, ndim[, out]) -> y; True if only a gradient stands in the way; or
 // None.
 PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
@@ -262,31 +291,75 @@ PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
     call.out = handle_of(objects[5]);
     if (!call.out || !may_write(call.out, is_tracked)) return declined();
   }
-  if (grad_mode_is_enabled() && (wants_gradient(call.x) || wants_gradient(call.weight))) {
-    Py_RETURN_TRUE;
-  }
+  const bool differentiated = is_differentiated(call.x, call.weight);
+  if (!call.out) return normalise(call, differentiated);
+  if (differentiated) Py_RETURN_TRUE;
   DirectResult result;
   if (!run_forward(call, result)) return declined();
-  if (!call.out) return wrap(result.y);
   if (is_tracked) bump_version(call.out);
   Py_INCREF(objects[5]);
   return objects[5];
 }
 
+// proven(x, weight, eps, spec, ndim, width, dtypes, trained) -> y, True or None: rms_norm for the
+// width and the dtypes that `fits` of DirectTable accepts, or for those of `trained` where there is
+// a gradient.
+PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  DirectCall call;
+  std::int64_t width = 0;
+  std::int64_t dtypes[2] = {};
+  if (count != 8 || !setup.table || !surroundings_are_plain()) return declined();
+  call.x = handle_of(objects[0]);
+  if (!call.x || !read_norm(objects + 1, call) || !read_int(objects[5], width) ||
+      !read_int(objects[6], dtypes[0]) || !read_int(objects[7], dtypes[1])) {
+    return declined();
+  }
+  const bool differentiated = is_differentiated(call.x, call.weight);
+  if (!setup.table->fits(call.x, call.weight, width,
+                         static_cast<std::uint64_t>(dtypes[differentiated]))) {
+    return declined();
+  }
+  return normalise(call, differentiated);
+}
+
+// The arguments x, residual, weight, eps, spec, ndim; false for what is not plain.
+bool read_add(PyObject* const* objects, Py_ssize_t count, DirectCall& call) {
+  if (count != 6 || !setup.table || !surroundings_are_plain()) return false;
+  call.x = handle_of(objects[0]);
+  call.residual = handle_of(objects[1]);
+  return call.x && call.residual && read_norm(objects + 2, call);
+}
+
 // add_rms_norm(x, residual, weight, eps, spec, ndim) -> (y, sum), True or None.
 PyObject* add_rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
-  if (count != 6 || !setup.table || !surroundings_are_plain()) return declined();
-  call.x = handle_of(objects[0]);
-  call.residual = handle_of(objects[1]);
-  if (!call.x || !call.residual || !read_norm(objects + 2, call)) return declined();
-  if (grad_mode_is_enabled() &&
-      (wants_gradient(call.x) || wants_gradient(call.residual) || wants_gradient(call.weight))) {
-    Py_RETURN_TRUE;
+  if (!read_add(objects, count, call)) return declined();
+  DirectResult result;
+  if (is_differentiated(call.x, call.residual, call.weight)) {
+    if (!setup.record || !run_recorded(call, result)) Py_RETURN_TRUE;
+  } else if (!run_forward(call, result)) {
+    return declined();
   }
+  return wrap_all(result.y, result.sum);
+}
+
+// add_rms_norm_(x, residual, weight, eps, spec, ndim) -> True, y being in x and the sum in the
+// residual; or None.
+PyObject* add_rms_norm_in_place(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  DirectCall call;
+  if (!read_add(objects, count, call)) return declined();
+  bool x_is_tracked = false;
+  bool residual_is_tracked = false;
+  if (!may_write(call.x, x_is_tracked) || !may_write(call.residual, residual_is_tracked) ||
+      is_differentiated(call.weight)) {
+    return declined();
+  }
+  call.in_place = true;
   DirectResult result;
   if (!run_forward(call, result)) return declined();
-  return wrap_all(result.y, result.sum);
+  if (x_is_tracked) bump_version(call.x);
+  if (residual_is_tracked) bump_version(call.residual);
+  Py_RETURN_TRUE;
 }
 
 // What an autograd.Function calls, in whose forward no gradient is recorded:
@@ -336,21 +409,23 @@ PyObject* keys(PyObject*, PyObject*) {
 // built_with() -> the release of PyTorch, as "2.13".
 PyObject* built_with(PyObject*, PyObject*) { return PyUnicode_FromString(RMSNORM_TORCH_RELEASE); }
 
-// connect(table, tensor type, parameter type, encode, handle offset, keys offset,
+// connect(table, record or 0, tensor type, parameter type, encode, handle offset, keys offset,
 //         (tensor keys, included, excluded) plain, the same in inference mode)
 PyObject* connect(PyObject*, PyObject* arguments) {
   Setup found;
   unsigned long long table = 0;
+  unsigned long long record = 0;
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
   unsigned long long states[kStates][3] = {};
-  if (!PyArg_ParseTuple(arguments, "KOOOnn(KKK)(KKK)", &table, &tensor_type, &parameter_type,
+  if (!PyArg_ParseTuple(arguments, "KKOOOnn(KKK)(KKK)", &table, &record, &tensor_type, &parameter_type,
                         &found.encode, &found.handle_offset, &found.keys_offset, &states[0][0],
                         &states[0][1], &states[0][2], &states[1][0], &states[1][1],
                         &states[1][2])) {
     return nullptr;
   }
   found.table = reinterpret_cast<const DirectTable*>(table);
+  found.record = reinterpret_cast<Record>(record);
   found.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type);
   found.parameter_type = reinterpret_cast<PyTypeObject*>(parameter_type);
   for (int i = 0; i < kStates; ++i) {
@@ -372,7 +447,9 @@ PyCFunction as_c_function(Function* function) {
 
 PyMethodDef methods[] = {
     {"rms_norm", as_c_function(rms_norm), METH_FASTCALL, nullptr},
+    {"proven", as_c_function(proven), METH_FASTCALL, nullptr},
     {"add_rms_norm", as_c_function(add_rms_norm), METH_FASTCALL, nullptr},
+    {"add_rms_norm_", as_c_function(add_rms_norm_in_place), METH_FASTCALL, nullptr},
     {"forward", as_c_function(forward), METH_FASTCALL, nullptr},
     {"backward", as_c_function(backward), METH_FASTCALL, nullptr},
     {"keys", keys, METH_NOARGS, nullptr},

@@ -370,13 +370,19 @@ inline Owned take_optional(StableIValue value) {
   return Owned(torch::stable::detail::to<std::optional<AtenTensorHandle>>(value).value_or(nullptr));
 }
 
+// The spec of a direct call.
+struct DirectSpec {
+  Spec spec;
+  std::string text;
+};
+
 // The arguments of a direct call, which are the same as those of an operation.
 template <class Arguments>
 void take_direct(const DirectCall& call, Arguments& arguments) {
   arguments.x = static_cast<AtenTensorHandle>(call.x);
   arguments.weight = static_cast<AtenTensorHandle>(call.weight);
   if (call.has_eps) arguments.eps = call.eps;
-  arguments.spec = static_cast<const Spec*>(call.spec);
+  arguments.spec = &static_cast<const DirectSpec*>(call.spec)->spec;
   arguments.ndim = call.ndim ? call.ndim : 1;
   if (!call.ndim && call.weight) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(arguments.weight, &arguments.ndim));

@@ -315,9 +315,10 @@ AddResult add_rms_norm(const Arguments& arguments, AtenTensorHandle residual_han
 }
 
 // The same, y into x and the sum into the residual. Where one of them has no contiguous rows, or
-// shares memory with the weight, its result is written elsewhere and copied.
-void add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual_handle,
-                           double alpha) {
+// shares memory with the weight, its result is written elsewhere and copied; or, if that may not be,
+// nothing is done and false returned.
+bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual_handle,
+                           double alpha, bool may_copy) {
   Forward forward(arguments);
   const View& x = forward.x();
   const View residual = forward.like_x(residual_handle, "residual");
@@ -326,13 +327,14 @@ void add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual
                   ", but the result of this call is ", dtype_name(call.norm.y_type));
   check_writable(x, "x");
   check_writable(residual, "residual");
-  if (forward.empty(call.norm)) return;
+  if (forward.empty(call.norm)) return true;
   STD_TORCH_CHECK(!share_elements(x, residual),
                   "rmsnorm: x and residual overlap in memory, but each is overwritten");
   const std::optional<Parameter>& weight = forward.weight();
   const auto direct = [&weight](const View& view) {
     return view.contiguous() && !(weight && overlaps(view, weight->view(), false));
   };
+  if (!may_copy && !(direct(x) && direct(residual))) return false;
   Owned y;
   Owned sum;
   if (direct(x)) {
@@ -349,6 +351,7 @@ void add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual
   run_add(forward, residual, arguments.ndim, call);
   if (y) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(arguments.x, y.get(), 0));
   if (sum) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(residual_handle, sum.get(), 0));
+  return true;
 }
 
 // The types beside those of the norm where the gate comes after it. What it multiplies is rounded
@@ -483,7 +486,7 @@ void add_rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void add_rms_norm_in_place_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const AddArguments arguments(stack);
-  add_rms_norm_in_place(arguments.common, arguments.residual.get(), arguments.alpha);
+  add_rms_norm_in_place(arguments.common, arguments.residual.get(), arguments.alpha, true);
 }
 
 struct GatedArguments {
@@ -531,6 +534,10 @@ bool direct_forward(const DirectCall& call, DirectResult& result) noexcept {
       std::optional<View> weight;
       if (arguments.weight) weight.emplace(arguments.weight, "weight");
       if (!takes_rows(out, x, weight ? &*weight : nullptr, nullptr)) return false;
+    }
+    if (call.in_place) {
+      return add_rms_norm_in_place(arguments, static_cast<AtenTensorHandle>(call.residual), 1.0,
+                                   /*may_copy=*/false);
     }
     AddResult results;
     Owned* rstd = call.want_rstd ? &results.rstd : nullptr;
