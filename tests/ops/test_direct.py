@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rmsnorm
 from calls import FLOATS, KERNELS, UNGATED, rows_of, same_bits, weight_of
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm, specs
-from rmsnorm.ops import direct
+from rmsnorm.ops import direct, extension
 from rmsnorm.ops import rms_norm as operation
 
 entry: Any = direct.entry
@@ -99,9 +99,17 @@ def test_layouts_and_shapes() -> None:
 def test_gradients_stand_in_the_way() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     tracked = torch.randn(8, requires_grad=True)
-    assert call(x, tracked) is True
-    assert call(x.requires_grad_(), weight) is True
-    assert entry.add_rms_norm(torch.randn(3, 8), x, weight, None, "torch", 0) is True
+    recorded = extension.autograd_record() != 0
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    for around in (contextlib.nullcontext(), saving):
+        with around:  # which the node in C++ leaves to an autograd.Function
+            x = x.detach()
+            found = [call(x, tracked), call(x.requires_grad_(), weight)]
+            added = entry.add_rms_norm(torch.randn(3, 8), x, weight, None, "torch", 0)
+        if recorded and around is not saving:
+            assert all(y.requires_grad for y in (*found, *added))
+        else:
+            assert [*found, added] == [True] * 3
     assert entry.forward(x, None, weight, None, "torch", 0) is None
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

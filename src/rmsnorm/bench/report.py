@@ -50,8 +50,8 @@ TRAIN_COLUMNS = (
     "spread",
     "call us",
     "kernel us",
-    "autograd us",
     "ours/limit",
+    "product/ours",
     "eager/ours",
     "compiled/ours",
     "",
@@ -204,7 +204,8 @@ def _value(result: Result, spec: str, column: str) -> str:
     if slash:
         if below == "limit":
             return _ratio(ours, _median(result, result.physical_limit))
-        return _ratio(_median(result, f"{above} {spec}"), ours)
+        other = above if above == "product" else f"{above} {spec}"
+        return _ratio(_median(result, other), ours)
     if not column:
         lost = any(not one.ok and _is_about(one, spec) for one in result.comparisons)
         return _flags(lost, result.disturbed)
@@ -218,7 +219,6 @@ def _value(result: Result, spec: str, column: str) -> str:
         "spread": _spread(result, f"ours {spec}"),
         "call us": _number(result.overheads.get(f"ours {spec}")),
         "kernel us": _number(result.kernel_us(f"ours {spec}")),
-        "autograd us": _number(_median(result, "autograd")),
     }[column]
 
 

@@ -43,7 +43,8 @@ for _schema in (
     "float? eps, str spec, int ndim, bool need_dx, bool need_dweight, bool need_dbias) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     "rms_norm_gradients(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dresidual, "
-    "float? eps, str spec, int ndim, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)",
+    "float? eps, str spec, int ndim, bool need_dx, bool need_dweight) "
+    "-> (Tensor dx, Tensor dweight)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 

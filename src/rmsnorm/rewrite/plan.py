@@ -182,15 +182,13 @@ class Plan:
     def quick(self) -> tuple[str | None, str | None, tuple[NormSpec, int, int, int, int]] | None:
         """The names of weight and eps in a module, and what the direct call compares the rest of
         a call with; ``None`` where more must be compared."""
-        path = self.eps_path
-        if not self.joins or self.ndim != 1 or type(self.eps) is not float:
-            return None
-        if path is not None and len(path) > 1:
+        eps_path = self.eps_path or ()
+        if not self.joins or self.ndim != 1 or type(self.eps) is not float or len(eps_path) > 1:
             return None
         weight = None if self.weight is None else self.weight.name
         width = 0 if self.shape is None else self.shape[0]
         dtypes = _dtype_bits(self.pairs), _dtype_bits(self.training)
-        return weight, path and path[0], (self.spec, 1, width, *dtypes)
+        return weight, eps_path[0] if eps_path else None, (self.spec, 1, width, *dtypes)
 
     def eps_of(self, module: nn.Module) -> Any:
         """The eps that ``module`` uses now."""

@@ -47,6 +47,7 @@ GOAL = 0.8
 BEFORE, PATCHED, FUSED = "before", "patched", "residual fused"
 NO_NORMS, NO_ADDITIONS = "without norms", "without norms and additions"
 COMPILED, COMPILED_PATCHED = "compiled", "compiled, patched"
+COPIES = "copies"
 
 # What each variant is compared with, and what has neither its norms nor what is joined with them.
 _PAIRS = {
@@ -77,7 +78,8 @@ class Speed:
     paired: Paired
     """Seconds, in the same rounds."""
     alone: Paired | None
-    """The norms alone, before and patched, on what they are given in the model."""
+    """The norms alone, before and patched, on what they are given in the model; without backward
+    also a copy of each instead: no norm can read its row and write its result in less time."""
     around: Paired | None = None
     """Of the rounds, the laps that lie within no module without a norm: what is left to norms, to
     additions, and to whatever stands beside them. Less is seen (not what a norm does to the caches
@@ -96,6 +98,14 @@ class Speed:
         if self.alone is None:
             return None
         return self.alone.ratio(PATCHED, BEFORE).complement()
+
+    @property
+    def most_gone(self) -> Estimate | None:
+        """The part that would be gone if each norm took no longer than a copy; ``None`` where that
+        is not measured."""
+        if self.alone is None or COPIES not in self.alone.variants:
+            return None
+        return self.alone.ratio(COPIES, BEFORE).complement()
 
     def ratio(self, variant: str) -> Estimate | None:
         """The time before divided by that of ``variant``; ``None`` where there is nothing to
@@ -121,10 +131,13 @@ class Speed:
             lines.append(f"share of norms and residual additions: {_share(both)}")
         if self.alone is not None and self.alone_gone is not None:
             took = [self.alone.seconds(variant) * 1e3 for variant in (BEFORE, PATCHED)]
-            lines.append(
+            line = (
                 f"norms alone: before {took[0]:.3g} ms, after {took[1]:.3g} ms, gone: "
                 f"{self.alone_gone.percent()}"
             )
+            if self.most_gone is not None:
+                line += f"; copies of the same rows instead: {self.most_gone.percent()}"
+            lines.append(line)
         for variant in self.paired.variants:
             gone = self.gone(variant)
             if gone is not None:
@@ -161,6 +174,7 @@ class Speed:
                 "before": self.alone.seconds(BEFORE),
                 "patched": self.alone.seconds(PATCHED),
                 "gone": estimate(self.alone_gone),
+                "gone_with_copies": estimate(self.most_gone),
             }
         return {
             "what": self.what,
@@ -630,15 +644,28 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+class _Copy(nn.Module):
+    """In the place of a norm, when those are timed alone."""
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        """The first tensor again."""
+        x: Tensor = next(one for one in (*args, *named.values()) if isinstance(one, Tensor))
+        return x.clone()
+
+
 def _norms_alone(work: _Work, seconds: float) -> Paired:
-    """The norms of the model before and patched, on what they are given in it."""
-    models = work.variants.models
+    """The norms of the model before and patched, and copies, on what they are given in it."""
+    models = {variant: work.variants.models[variant] for variant in (BEFORE, PATCHED)}
     (piece, *_) = work.start(BEFORE)
     calls = calls_of(models[BEFORE], work.variants.names, piece)
+    if not work.backward:  # that of a copy does nothing
+        models[COPIES] = twin_of(models[BEFORE])
+        for name in work.variants.names:
+            models[COPIES].set_submodule(name, _Copy())
 
     def start(variant: str) -> Sequence[Piece]:
         # A round of the small ones would be over before the processor has settled.
         count = 1 if work.backward else _ALONE_CALLS
         return [*alone(models[variant], calls, backward=work.backward)()] * count
 
-    return interleave({one: functools.partial(start, one) for one in (BEFORE, PATCHED)}, seconds)
+    return interleave({one: functools.partial(start, one) for one in models}, seconds)

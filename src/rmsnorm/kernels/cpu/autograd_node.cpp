@@ -97,7 +97,8 @@ std::pair<Tensor, Tensor> gradients(const Settings& settings, Needs needs, const
                    std::string(kernels->text(settings.spec)), settings.ndim, needs.dx,
                    needs.dweight);
   operation.callBoxed(stack);
-  return {needs.dx ? stack[0].toTensor() : Tensor(), needs.dweight ? stack[1].toTensor() : Tensor()};
+  return {needs.dx ? stack[0].toTensor() : Tensor(),
+          needs.dweight ? stack[1].toTensor() : Tensor()};
 }
 
 // The gradients of x, of the residual where there is one, and of the weight, from those of y and of
@@ -235,7 +236,9 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
     Tensor& y = *static_cast<Tensor*>(result.y);
     if (x.is_inference() || (weight.defined() && weight.is_inference())) return false;
     const Settings settings{call.spec, call.has_eps ? std::optional(call.eps) : std::nullopt,
-                            call.ndim ? call.ndim : weight.defined() ? weight.dim() : 1};
+                            call.ndim          ? call.ndim
+                            : weight.defined() ? weight.dim()
+                                               : 1};
     if (!residual.defined()) {
       const auto node = c10::make_intrusive<RMSNormBackward>(
           torch::autograd::collect_next_edges(x, weight), settings);
@@ -260,8 +263,8 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
 }  // namespace
 }  // namespace rmsnorm
 
-// The function that records a call of these kernels; null where PyTorch is not the release that this
-// library was built with.
+// The function that records a call of these kernels; null where PyTorch is not the release that
+// this library was built with.
 extern "C" __attribute__((visibility("default"))) const void* rmsnorm_autograd(
     const void* table, const char* version) noexcept {
   if (std::string(version) != TORCH_VERSION) return nullptr;

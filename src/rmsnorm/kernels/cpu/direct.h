@@ -54,8 +54,8 @@ struct DirectTable {
   // Whether rows of x have `width` elements, or any number if that is 0, and `dtypes` holds the bit
   // 5 * x's dtype + the weight's, as types.h numbers them.
   bool (*fits)(void* x, void* weight, std::int64_t width, std::uint64_t dtypes) noexcept;
-  void* (*share)(void* tensor) noexcept;            // one more owner of it, or null
-  void (*discard)(void* tensor) noexcept;           // gives up a result, or what `share` returned
+  void* (*share)(void* tensor) noexcept;   // one more owner of it, or null
+  void (*discard)(void* tensor) noexcept;  // gives up a result, or what `share` returned
 };
 
 // Makes the results of a forward with rstd the outputs of a node of autograd's graph

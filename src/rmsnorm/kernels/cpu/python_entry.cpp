@@ -241,9 +241,8 @@ bool run_forward(DirectCall call, DirectResult& result) {
 bool run_recorded(DirectCall call, DirectResult& result) {
   void** const places[] = {&call.x, &call.residual, &call.weight};
   call.want_rstd = true;
-  const bool done = run(places, [&] {
-    return setup.table->forward(call, result) && setup.record(call, result);
-  });
+  const bool done =
+      run(places, [&] { return setup.table->forward(call, result) && setup.record(call, result); });
   void* const handles[] = {result.rstd, done ? nullptr : result.y, done ? nullptr : result.sum};
   for (void* handle : handles) {
     if (handle) setup.table->discard(handle);
@@ -418,9 +417,9 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
   unsigned long long states[kStates][3] = {};
-  if (!PyArg_ParseTuple(arguments, "KKOOOnn(KKK)(KKK)", &table, &record, &tensor_type, &parameter_type,
-                        &found.encode, &found.handle_offset, &found.keys_offset, &states[0][0],
-                        &states[0][1], &states[0][2], &states[1][0], &states[1][1],
+  if (!PyArg_ParseTuple(arguments, "KKOOOnn(KKK)(KKK)", &table, &record, &tensor_type,
+                        &parameter_type, &found.encode, &found.handle_offset, &found.keys_offset,
+                        &states[0][0], &states[0][1], &states[0][2], &states[1][0], &states[1][1],
                         &states[1][2])) {
     return nullptr;
   }

@@ -315,8 +315,8 @@ AddResult add_rms_norm(const Arguments& arguments, AtenTensorHandle residual_han
 }
 
 // The same, y into x and the sum into the residual. Where one of them has no contiguous rows, or
-// shares memory with the weight, its result is written elsewhere and copied; or, if that may not be,
-// nothing is done and false returned.
+// shares memory with the weight, its result is written elsewhere and copied; or, if that may not
+// be, nothing is done and false returned.
 bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual_handle,
                            double alpha, bool may_copy) {
   Forward forward(arguments);
