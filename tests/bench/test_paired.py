@@ -169,6 +169,22 @@ def test_laps_end_at_the_largest_modules_without_a_norm() -> None:
     assert watch.free is None  # that run had other laps
 
 
+def test_a_lap_is_free_if_it_is_in_every_run() -> None:
+    """Without norms, an embedding and what follows it are given the same tensor."""
+    watch = Stopwatch()
+
+    def run(first: str) -> None:
+        for label in (first, "leave", "enter", "leave"):
+            watch.lap((label, 1))
+
+    watch.run(lambda: run("enter"))
+    assert watch.free == [False, True, False, True, False]
+    watch.run(lambda: run("between"))
+    assert watch.free == [False, True, False, True, False]
+    watch.run(lambda: run("leave"))
+    assert watch.free == [False, False, False, True, False]
+
+
 def test_the_norms_alone() -> None:
     built, given = model(), torch.arange(8)
     calls = calls_of(built, NAMES, lambda: built(given))

@@ -243,6 +243,26 @@ def test_bench_check_exits_with_1_when_a_goal_does_not_hold(
     assert main(["bench", "--shape", "1x576", "--check"]) == int(lost)
 
 
+def test_bench_takes_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rmsnorm.cli.bench as bench_module
+    from rmsnorm.bench.run import FULL
+    from rmsnorm.lm.step import WORKLOADS
+
+    asked: list[int] = []
+
+    def run(cells: object, others: object, request: Any) -> bool:
+        asked.append(request.rounds)
+        return True
+
+    monkeypatch.setattr(bench_module, "_run", run)
+    assert main(["bench", "--shape", "1x576", "--rounds", "3"]) == 0
+    assert main(["bench", "--shape", "1x576", "--rounds", "0"]) == 2
+    assert asked == [3]
+    assert FULL.times(3).budget_ns == 3 * FULL.budget_ns
+    assert FULL.times(3).max_rounds == 3 * FULL.max_rounds
+    assert [one.times(3).rounds for one in WORKLOADS] == [3 * one.rounds for one in WORKLOADS]
+
+
 def test_available_memory() -> None:
     from rmsnorm.cli.bench import _available_bytes
 

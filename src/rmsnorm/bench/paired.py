@@ -266,8 +266,11 @@ class Stopwatch:
 
     @property
     def free(self) -> list[bool] | None:
-        """Which laps hold nothing that differs between variants; ``None`` if runs differed."""
-        return list(next(iter(self._free))) if len(self._free) == 1 else None
+        """Which laps hold nothing that differs between variants, in no run; ``None`` if runs had
+        different numbers of laps."""
+        if len({len(laps) for laps in self._free}) != 1:
+            return None
+        return [all(lap) for lap in zip(*self._free, strict=True)]
 
     def run(self, work: Callable[[], object]) -> list[float]:
         """Do ``work``, whose result is dropped untimed; the seconds of its laps."""

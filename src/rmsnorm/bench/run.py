@@ -68,6 +68,10 @@ class Policy:
     max_rounds: int = 51
     retries: int = 2
 
+    def times(self, factor: int) -> Policy:
+        """The same with ``factor`` times as many rounds."""
+        return replace(self, budget_ns=factor * self.budget_ns, max_rounds=factor * self.max_rounds)
+
 
 FULL = Policy()
 QUICK = Policy(budget_ns=200_000_000, min_rounds=3, max_rounds=7)

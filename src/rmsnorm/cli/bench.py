@@ -69,6 +69,7 @@ def _parse_shapes(
 class _Request:
     check: bool
     quick: bool
+    rounds: int
     compiled: bool
     engines: bool
     json_path: str | None
@@ -79,6 +80,13 @@ class _Request:
 @click.command()
 @click.option("--check", is_flag=True, help="Exit 1 where a goal does not hold; list them all.")
 @click.option("--quick", is_flag=True, help="Fewer rounds: a first impression.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    default=1,
+    type=click.IntRange(1, 100),
+    help="N times as many rounds, where noise hides what is looked for.",
+)
 @click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
 @click.option("--no-engines", is_flag=True, help="Leave ONNX Runtime and OpenVINO out.")
 @click.option(
@@ -119,6 +127,7 @@ class _Request:
 def bench(
     check: bool,
     quick: bool,
+    rounds: int,
     no_compile: bool,
     no_engines: bool,
     json_path: str | None,
@@ -171,7 +180,9 @@ def bench(
         _check_plot(Path(plot_path), cells)
     if shapes:
         _check_memory(cells)
-    request = _Request(check, quick, not no_compile, not no_engines, json_path, plot_path, threads)
+    request = _Request(
+        check, quick, rounds, not no_compile, not no_engines, json_path, plot_path, threads
+    )
     held = _run(cells, others, request)
     if check and not held:
         click.get_current_context().exit(1)
@@ -256,7 +267,7 @@ def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     quick, compiled, json_path = request.quick, request.compiled, request.json_path
-    policy = QUICK if quick else FULL
+    policy = (QUICK if quick else FULL).times(request.rounds)
     absent = absent_conditions()
     engines = Engines(EPS, request.engines)
     cache = last_level_cache_bytes()
@@ -301,7 +312,10 @@ def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
             if "step" in others:
                 from rmsnorm.lm.step import QUICK_WORKLOADS, WORKLOADS, measure_steps
 
-                steps = measure_steps(QUICK_WORKLOADS if quick else WORKLOADS, compiled, say)
+                workloads = [
+                    one.times(request.rounds) for one in (QUICK_WORKLOADS if quick else WORKLOADS)
+                ]
+                steps = measure_steps(workloads, compiled, say)
         except (WrongResultError, MeasurementError) as error:
             raise click.ClickException(str(error)) from None
 
@@ -309,6 +323,7 @@ def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
     if json_path is not None:
         settings = {
             "quick": quick,
+            "rounds": request.rounds,
             "compile": compiled and compiler.failure is None,
             "engines": engines.names,
         }

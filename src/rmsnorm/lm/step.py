@@ -11,7 +11,7 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ class Workload:
     loss_sequence: int
     loss_lr: float
     rounds: int
+
+    def times(self, factor: int) -> Workload:
+        """The same with ``factor`` times as many rounds."""
+        return replace(self, rounds=factor * self.rounds)
 
 
 WORKLOADS = (
