@@ -179,6 +179,46 @@ def test_a_batch_of_gradients() -> None:
             torch.testing.assert_close(together, torch.stack(each))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_vmap_over_the_backward(graph: bool) -> None:
+    """As torch.func writes it; is_grads_batched takes an older vmap."""
+    x, residual, weight = leaves(torch.float64)
+    dys, dhs = torch.randn(2, 5, 6, 16, dtype=torch.float64)
+    for scale in None, weight:
+        tensors = [x, residual] if scale is None else [x, residual, scale]
+        y, h = add_rms_norm(x, residual, scale, 1e-6)
+        for wanted in tensors, tensors[:1], tensors[-1:]:
+
+            def gradients(
+                dy: Tensor, dh: Tensor, results: Any = (y, h), wanted: Any = wanted
+            ) -> tuple[Tensor, ...]:
+                return torch.autograd.grad(
+                    results, wanted, (dy, dh), retain_graph=True, create_graph=graph
+                )
+
+            pairs = list(zip(dys, dhs, strict=True))
+            single = [torch.stack(g) for g in zip(*(gradients(*p) for p in pairs), strict=True)]
+            together = torch.vmap(gradients)(dys, dhs)
+            nested = torch.vmap(torch.vmap(gradients))(dys[None], dhs[None])
+            for one, two, right in zip(together, nested, single, strict=True):
+                torch.testing.assert_close(one, right)
+                torch.testing.assert_close(two[0], right)
+            some = torch.vmap(gradients, in_dims=(1, None))(dys.movedim(0, 1), dhs[0])
+            torch.testing.assert_close(some[0][0], single[0][0])
+            if graph:
+                second = [
+                    torch.autograd.grad(
+                        sum(g.sin().sum() for g in found),
+                        tensors,
+                        retain_graph=True,
+                        materialize_grads=True,
+                    )
+                    for found in (together, single)
+                ]
+                for one, right in zip(*second, strict=True):
+                    torch.testing.assert_close(one, right)
+
+
 def test_forward_mode_is_open_during_the_backward() -> None:
     x, _, weight = leaves(torch.float64)
     y = rms_norm(x, weight, 1e-6)
@@ -269,6 +309,68 @@ def test_what_was_saved_must_not_change(which: str) -> None:
     outputs = {"x": z, "weight": y, "h": y}
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs[which].sum().backward()
+
+
+def test_a_sum_may_change_where_only_its_gradient_is_asked_for() -> None:
+    """It is passed on: nothing that was saved is needed."""
+    x, residual, weight = leaves()
+    _, h = add_rms_norm(x, residual, weight)
+    h.mul_(3)
+    h.sum().backward()
+    assert same_bits(x.grad, torch.full_like(x, 3.0))
+    assert same_bits(residual.grad, x.grad)
+
+
+@pytest.mark.parametrize("around", ["inference", "fake", "grad"])
+def test_the_first_backward_may_run_in_any_mode(around: str) -> None:
+    """What a plain tensor is like must not be learnt there: later calls would not be plain."""
+    code = (
+        "import contextlib, sys, torch\n"
+        "from rmsnorm import rms_norm\n"
+        "from rmsnorm.ops import rms_norm as operation\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "x = torch.ones(3, 8, requires_grad=True)\n"
+        "y = rms_norm(x)\n"
+        "def backward(dy):\n"
+        "    return torch.autograd.grad(y, x, dy, retain_graph=True)[0].sum()\n"
+        "dy = torch.ones(3, 8)\n"
+        "if sys.argv[1] == 'inference':\n"
+        "    with torch.inference_mode():\n"
+        "        backward(dy)\n"
+        "elif sys.argv[1] == 'grad':\n"
+        "    torch.func.grad(backward)(dy)\n"
+        "else:\n"
+        "    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(Exception):\n"
+        "        backward(dy)\n"
+        "called = []\n"
+        "operation.gradients = lambda *arguments: called.append(arguments)\n"
+        "backward(dy)\n"
+        "assert not called\n"
+    )
+    subprocess.run([sys.executable, "-c", code, around], check=True)
+
+
+def test_a_mode_may_run_the_backward_that_it_sees() -> None:
+    """The node is not locked while it computes."""
+    code = (
+        "import torch\n"
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
+        "from rmsnorm import rms_norm\n"
+        "x = torch.ones(3, 8, requires_grad=True)\n"
+        "y = rms_norm(x)\n"
+        "found = []\n"
+        "def backward():\n"
+        "    return torch.autograd.grad(y, x, torch.ones(3, 8), retain_graph=True)[0]\n"
+        "class Again(TorchDispatchMode):\n"
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
+        "        if 'rms_norm_bwd' in str(func):\n"
+        "            found.append(backward())\n"
+        "        return func(*args, **(kwargs or {}))\n"
+        "with Again():\n"
+        "    found.append(backward())\n"
+        "assert torch.equal(*found)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_results_may_change() -> None:

@@ -162,6 +162,253 @@ def test_into_a_tensor_that_is_given() -> None:
     assert call(x, weight.requires_grad_(), out=out) is True
 
 
+def in_place(x: Any, residual: Any, weight: Any = None, spec: Any = "torch") -> Any:
+    return entry.add_rms_norm_(x, residual, weight, 1e-6, spec, 0)
+
+
+@needs_entry
+@pytest.mark.parametrize("name", UNGATED)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_addition_in_place_has_the_bits_of_the_two_steps(name: str, dtype: torch.dtype) -> None:
+    for rows, d in (1, 1), (3, 40), (700, 64), (0, 8), (3, 0):
+        x, residual = rows_of(dtype, rows, d, 0), rows_of(dtype, rows, d, 1)
+        for weight in None, weight_of(dtype, d, 2):
+            sums = x + residual
+            expected = operation.op(sums, weight, None, 1e-6, specs[name].encode(), 1)
+            y, h = x.clone(), residual.clone()
+            assert in_place(y, h, weight, specs[name]) is True
+            assert same_bits(y, expected)
+            assert same_bits(h, sums)
+
+
+@needs_entry
+def test_the_addition_in_place_to_a_wider_residual() -> None:
+    op_add = torch.ops.rmsnorm.add_rms_norm.default
+    for narrow, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float64),
+        (torch.float32, torch.float64),
+    ):
+        x, residual = rows_of(narrow, 5, 40, 0), rows_of(wide, 5, 40, 1)
+        weight = weight_of(narrow, 40, 2)
+        y, h = op_add(x, residual, weight, 1e-6)
+        sums = x.to(wide) + residual
+        assert in_place(x, residual, weight) is True
+        assert same_bits(x, y)
+        assert same_bits(residual, h)
+        assert same_bits(residual, sums)
+
+
+@needs_entry
+def test_the_addition_in_place_counts_as_a_change() -> None:
+    whole, residual = torch.randn(2, 3, 8), torch.randn(3, 8)
+    x = whole[1]
+    assert in_place(x, residual, torch.ones(8)) is True
+    assert (whole._version, x._version, residual._version) == (1, 1, 1)
+    assert in_place(x[:0], residual[:0]) is True  # as x[:0].zero_() is counted
+    assert (x._version, residual._version) == (2, 2)
+    with torch.inference_mode():
+        assert in_place(x, residual) is True
+        made = torch.randn(3, 8)
+        assert in_place(made, residual) is True
+    assert (x._version, residual._version) == (3, 4)
+    for which in 0, 1:  # autograd has saved one of the two
+        saved = [torch.randn(3, 8), torch.randn(3, 8)]
+        weights = torch.ones(3, 8, requires_grad=True)
+        loss = (weights * saved[which]).sum()
+        assert in_place(*saved) is True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def _overlapping() -> tuple[Tensor, Tensor]:
+    memory = torch.randn(40)
+    return memory[:24].view(3, 8), memory[8:32].view(3, 8)
+
+
+def _inference(*shape: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.randn(*shape)
+
+
+def _on_its_weight() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(3, 8)
+    return x, torch.randn(3, 8), x[1]
+
+
+def _residual_on_the_weight() -> tuple[Tensor, Tensor, Tensor]:
+    residual = torch.randn(3, 8)
+    return torch.randn(3, 8), residual, residual[2]
+
+
+# What the direct call must leave alone, and what add_rms_norm(inplace=True) makes of it: the words
+# of its error, or None where it has a result.
+DECLINED: dict[str, tuple[Callable[[], tuple[Tensor, ...]], str | None]] = {
+    "columns of x": (lambda: (torch.randn(3, 16)[:, ::2], torch.randn(3, 8)), None),
+    "columns of the residual": (lambda: (torch.randn(3, 8), torch.randn(8, 3).T), None),
+    "expanded x": (lambda: (torch.randn(8).expand(3, 8), torch.randn(3, 8)), "expanded"),
+    "expanded residual": (lambda: (torch.randn(3, 8), torch.randn(3, 1).expand(3, 8)), "expanded"),
+    "overlap": (_overlapping, "overlap"),
+    "one tensor": (lambda: (torch.randn(3, 8),) * 2, "overlap"),
+    "weight in x": (_on_its_weight, None),
+    "weight in the residual": (_residual_on_the_weight, None),
+    "rounded sum": (lambda: (torch.randn(3, 8), torch.randn(3, 8).half()), "inplace: residual is"),
+    "sum of neither's dtype": (
+        lambda: (torch.randn(3, 8).half(), torch.randn(3, 8).bfloat16()),
+        "inplace: residual is",
+    ),
+    "wider result": (
+        lambda: (torch.randn(3, 8).half(), torch.randn(3, 8).half(), torch.randn(8).double()),
+        "inplace: x is torch.float16",
+    ),
+    "inference x": (lambda: (_inference(3, 8), torch.randn(3, 8)), "inference tensor"),
+    "inference residual": (lambda: (torch.randn(3, 8), _inference(3, 8)), "inference tensor"),
+    "leaf x": (lambda: (torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)), "overwrites"),
+    "leaf residual": (
+        lambda: (torch.randn(3, 8), torch.randn(3, 8, requires_grad=True)),
+        "overwrites",
+    ),
+    "no leaf": (
+        lambda: (torch.randn(3, 8, requires_grad=True) * 1, torch.randn(3, 8)),
+        "overwrites",
+    ),
+    "trained weight": (
+        lambda: (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8, requires_grad=True)),
+        "overwrites",
+    ),
+    "other shape": (lambda: (torch.randn(3, 8), torch.randn(4, 8)), "expected the same shape"),
+    "other width": (lambda: (torch.randn(3, 8), torch.randn(3, 8), torch.randn(7)), "weight has"),
+    "integers": (lambda: (torch.ones(3, 8).long(), torch.randn(3, 8)), "x is torch.int64"),
+    "no dimension": (lambda: (torch.randn(()), torch.randn(())), "at least 1 dimension"),
+    "meta": (lambda: (torch.ones(3, 8, device="meta"), torch.randn(3, 8)), "meta"),
+}
+
+
+@needs_entry
+@pytest.mark.parametrize("name", DECLINED)
+def test_the_addition_in_place_declines_and_writes_nothing(name: str) -> None:
+    make, words = DECLINED[name]
+    tensors = make()
+    x, residual, *rest = tensors
+    weight = rest[0] if rest else None
+    spec = "llama" if name == "wider result" else "torch"  # its result takes the weight's dtype
+    before = [tensor.clone() for tensor in tensors]
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def untouched() -> bool:
+        now = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        pairs = [pair for pair in zip(tensors, before, strict=True) if not pair[0].is_meta]
+        return now == versions and all(torch.equal(*pair) for pair in pairs)
+
+    assert in_place(*tensors, *() if rest else (None,), spec) is None
+    assert untouched()
+    if words is not None:
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=words):
+            add_rms_norm(x, residual, weight, 1e-6, spec=spec, inplace=True)
+        assert untouched()
+        return
+    sums = before[0] + before[1]
+    expected = operation.op(sums, before[2] if rest else None, None, 1e-6)
+    y, h = add_rms_norm(x, residual, weight, 1e-6, spec=spec, inplace=True)
+    assert y is x
+    assert h is residual
+    assert same_bits(y, expected)
+    assert same_bits(h, sums)
+
+
+@needs_entry
+def test_the_addition_in_place_needs_no_more_than_no_gradient_asked_for() -> None:
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,))]
+    x, residual, weight = (tensor.detach().clone() for tensor in tensors)
+    expected = operation.op(x + residual, weight, None, 1e-6)
+    with torch.no_grad():
+        assert in_place(*tensors) is True
+    assert same_bits(tensors[0].detach(), expected)
+    with torch.inference_mode():
+        x, residual = torch.zeros(3, 8), torch.ones(3, 8)
+        assert in_place(x, residual) is True
+    assert same_bits(x, operation.op(torch.ones(3, 8), None, None, 1e-6))
+
+
+PAIRED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, None)
+
+
+def bit(x: torch.dtype | None, weight: torch.dtype | None) -> int:
+    return 1 << (5 * PAIRED.index(x) + PAIRED.index(weight))
+
+
+def proven(x: Any, weight: Any, width: int, dtypes: int, trained: int = 0, eps: Any = 1e-6) -> Any:
+    return entry.proven(x, weight, eps, specs["torch"], 1, width, dtypes, trained)
+
+
+@needs_entry
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", [*FLOATS, None], ids=str)
+def test_a_pair_of_dtypes_has_one_bit(
+    x_dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    x = rows_of(x_dtype, 3, 8, 0)
+    weight = None if weight_dtype is None else weight_of(weight_dtype, 8, 1)
+    own = bit(x_dtype, weight_dtype)
+    every = sum(bit(a, b) for a in FLOATS for b in PAIRED)
+    expected = operation.op(x, weight, None, 1e-6)
+    for width in 8, 0:
+        assert same_bits(proven(x, weight, width, own), expected)
+        assert same_bits(proven(x, weight, width, every), expected)
+        assert proven(x, weight, width, every & ~own) is None
+        assert proven(x, weight, width, 0, every) is None
+    for width in 1, 7, 9, 16:
+        assert proven(x, weight, width, every) is None
+
+
+@needs_entry
+def test_what_is_proven_for_values_is_not_for_gradients() -> None:
+    own = bit(torch.float32, torch.float32)
+    recorded = extension.autograd_record() != 0
+    for of_x, of_weight in (True, False), (False, True), (True, True):
+        x = torch.randn(3, 8, requires_grad=of_x)
+        weight = torch.rand(8, requires_grad=of_weight)
+        assert proven(x, weight, 8, own) is None
+        assert proven(x, weight, 8, own, bit(torch.float32, None)) is None
+        y = proven(x, weight, 8, 0, own)  # the other mask is that of values
+        assert y.requires_grad if recorded else y is True
+        expected = operation.op(x.detach(), weight.detach(), None, 1e-6)
+        with torch.no_grad():
+            values = proven(x, weight, 8, own)
+            assert proven(x, weight, 8, 0, own) is None
+        assert same_bits(values, expected)
+        assert not values.requires_grad
+
+
+@needs_entry
+def test_what_is_not_proven() -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    every = sum(bit(a, b) for a in FLOATS for b in PAIRED)
+    for wrong in (
+        (torch.tensor(1.0), None, 0),
+        (x, torch.rand(7), 8),
+        (x, torch.rand(3, 8), 8),
+        (x, torch.rand(()), 8),
+        (x, weight.long(), 8),
+        (x.long(), weight, 8),
+        (x.to_sparse(), weight, 8),
+        (x.as_subclass(Subclass), weight, 8),
+        ([1.0], None, 0),
+        (None, weight, 8),
+        (x, "weight", 8),
+        (x, weight, 2**70),
+        (x, weight, "8"),
+    ):
+        assert proven(*wrong, every, every) is None, wrong[1:]
+    for eps in 1, True, -1e-6, float("nan"), float("inf"), 1e300, torch.tensor(1e-6), "1":
+        assert proven(x, weight, 8, every, every, eps) is None, eps
+    assert entry.proven(x, weight, 1e-6, specs["torch"], 1, 8, every) is None
+    for around in AROUND.values():
+        with around():
+            assert proven(x, weight, 8, every, every) is None
+    assert same_bits(proven(x, weight, 8, every), operation.op(x, weight, None, 1e-6))
+
+
 class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return func(*args, **(kwargs or {}))

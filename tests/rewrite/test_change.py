@@ -8,6 +8,7 @@ import functools
 import pickle
 import random
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from calls import same_bits
+from rewrite import norms
 from rmsnorm import identify, patch, unpatch
+from rmsnorm.ops.direct import entry
+from rmsnorm.ops.rms_norm import has_kernels
+from rmsnorm.rewrite import swap
 from rmsnorm.rewrite.swap import plan_of
 
 D = 32
@@ -398,3 +404,260 @@ def test_a_forward_that_exits_is_left() -> None:
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         patch(Scaled(), **arguments)
+
+
+# The call that is compared in C++ ----------------------------------------------------------------
+
+
+class Watched:
+    """Stands for the direct call, and remembers which calls of norms it computed."""
+
+    def __init__(self) -> None:
+        self.computed: list[bool] = []
+
+    def proven(self, *arguments: Any) -> Any:
+        y = entry.proven(*arguments)
+        self.computed.append(isinstance(y, Tensor))
+        return y
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    if entry is None:
+        pytest.skip("the direct call was not built")
+    made = Watched()
+    monkeypatch.setattr(swap, "entry", made)
+    return made
+
+
+def pair_of(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A patched module that was called before, and one like it with its own code."""
+    plain = make()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    norm = copy.deepcopy(plain)
+    assert patch(norm).swapped
+    with torch.no_grad():
+        norm(rows())
+    return norm, plain
+
+
+def outcome(module: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """The result, or what is known of the error."""
+    try:
+        return module(x)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def same_outcome(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other) and one.requires_grad is other.requires_grad
+    return bool(one == other)
+
+
+def _as_buffer(module: Any) -> None:
+    weight = module.weight.detach().mul(2)
+    del module.weight
+    module.register_buffer("weight", weight)
+
+
+def _as_attribute(module: Any) -> None:
+    weight = module.weight.detach().mul(2)
+    del module.weight
+    module.weight = weight
+
+
+def _eps(value: Any) -> Callable[[Any], None]:
+    return lambda module: setattr(module, "eps", value)
+
+
+def _weight(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Any], None]:
+    def change(module: Any) -> None:
+        weight = torch.linspace(-1.0, 3.0, torch.Size(shape).numel()).view(shape)
+        module.weight = nn.Parameter(weight.to(dtype))
+
+    return change
+
+
+# Whether the proof still covers a call, so that it need not take the module's own code.
+AFTERWARDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "nothing": (lambda module: None, True),
+    "eps": (_eps(0.25), True),
+    "eps 0": (_eps(0.0), True),
+    "eps of the class": (lambda module: delattr(module, "eps"), False),
+    "whole eps": (_eps(1), False),
+    "whole eps 0": (_eps(0), False),
+    "no eps": (_eps(None), False),
+    "negative eps": (_eps(-0.001), False),
+    "nan": (_eps(float("nan")), False),
+    "infinite eps": (_eps(float("inf")), False),
+    "eps beyond float32": (_eps(1e300), False),
+    "eps true": (_eps(True), False),
+    "tensor eps": (_eps(torch.tensor(0.25)), False),
+    "weight": (_weight(D), True),
+    "frozen weight": (lambda module: module.weight.requires_grad_(False), True),
+    "written weight": (lambda module: module.weight.data.fill_(0.5), True),
+    "half weight": (_weight(D, dtype=torch.float16), True),
+    "double weight": (_weight(D, dtype=torch.float64), False),
+    "wider weight": (_weight(D + 1), False),
+    "one number": (_weight(1), False),
+    "number": (_weight(), False),
+    "row": (_weight(1, D), False),
+    "rows": (_weight(4, D), False),
+    "no weight": (lambda module: setattr(module, "weight", None), False),
+    "buffer": (_as_buffer, False),
+    "attribute": (_as_attribute, False),
+    "deleted weight": (lambda module: delattr(module, "weight"), False),
+    "hidden parameter": (lambda module: module._parameters.pop("weight"), False),
+}
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+@pytest.mark.parametrize("make", [lambda: nn.RMSNorm(D, eps=1e-5), lambda: norms.WeightThenCast(D)])
+def test_a_call_after_a_change(make: Callable[[], nn.Module], name: str, watched: Watched) -> None:
+    norm, plain = pair_of(make)
+    assert watched.computed == [True]
+    change, covered = AFTERWARDS[name]
+    change(norm)
+    change(plain)
+    for tracked in False, True:
+        x = rows().requires_grad_(tracked)
+        watched.computed.clear()
+        with torch.set_grad_enabled(tracked):
+            found, expected = outcome(norm, x), outcome(plain, x)
+        assert same_outcome(found, expected), (found, expected)
+        trains = not tracked or getattr(found, "requires_grad", False)
+        assert any(watched.computed) is (covered and trains and name != "eps of the class")
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(3, D + 1),
+        torch.randn(3, D - 1),
+        torch.randn(3, 1),
+        torch.randn(3, 0),
+        torch.tensor(1.0),
+        torch.randn(3, D).double(),
+        torch.ones(3, D).long(),
+        torch.randn(3, D, dtype=torch.complex64),
+        torch.randn(3, D, device="meta"),
+        None,
+        [1.0],
+    ],
+    ids=lambda x: f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else str(x),
+)
+@pytest.mark.parametrize("affine", [True, False])
+def test_rows_without_proof_have_the_own_outcome(x: Any, affine: bool, watched: Watched) -> None:
+    norm, plain = pair_of(lambda: nn.RMSNorm(D, eps=1e-5, elementwise_affine=affine))
+    assert watched.computed == [True]
+    found, expected = outcome(norm, x), outcome(plain, x)
+    if isinstance(x, Tensor) and x.is_meta and isinstance(expected, Tensor):
+        assert found.shape == expected.shape
+    else:
+        assert same_outcome(found, expected)
+    assert watched.computed == [True, False]
+
+
+def test_calls_that_are_not_compared_in_c(watched: Watched) -> None:
+    norm, plain = pair_of(lambda: norms.WeightThenCast(D))
+    x = rows()
+    assert watched.computed == [True]
+    assert same_outcome(norm(x=x), plain(x=x))
+    for arguments, keywords in (((), {}), ((x, x), {}), ((x,), {"x": x}), ((), {"y": x})):
+        with pytest.raises(TypeError) as own:
+            plain(*arguments, **keywords)
+        with pytest.raises(TypeError) as error:
+            norm(*arguments, **keywords)
+        assert str(error.value) == str(own.value)
+    assert watched.computed == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_after_a_proven_call(dtype: torch.dtype, watched: Watched) -> None:
+    norm, plain = pair_of(lambda: norms.NoCast(D))
+    with torch.autocast("cpu", dtype):
+        for x in rows(), rows().to(dtype), rows().requires_grad_():
+            assert same_outcome(norm(x), plain(x))
+    assert watched.computed == [True, False, False, False]
+
+
+def test_a_trace_after_a_proven_call(watched: Watched) -> None:
+    norm, plain = pair_of(lambda: norms.WeightThenCast(D))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(norm, (rows(),), check_trace=False)
+    assert "rmsnorm::" not in str(traced.inlined_graph)
+    assert watched.computed == [True, False]
+    x = rows() * 3 + 1
+    assert same_outcome(traced(x), plain(x))
+
+
+@pytest.mark.skipif(not has_kernels, reason="needs the kernels")
+def test_training_takes_it_only_where_gradients_are_proven(watched: Watched) -> None:
+    for make, trains in (
+        (lambda: norms.WeightThenCast(D), True),
+        (lambda: norms.Detached(D), False),
+    ):
+        norm, plain = pair_of(make)
+        watched.computed.clear()
+        gradients = []
+        for module in norm, plain:
+            x = rows().requires_grad_()
+            module(x).sin().sum().backward()
+            gradients.append((x.grad, module.weight.grad))
+        for found, expected in zip(*gradients, strict=True):
+            if trains:
+                torch.testing.assert_close(found, expected)
+            else:
+                assert same_bits(found, expected)
+        with torch.no_grad():
+            assert same_outcome(norm(rows()), plain(rows()))
+        if not trains:
+            assert watched.computed == [False, True]
+
+
+def test_the_compiler_may_be_the_first_to_call() -> None:
+    """What is compared in C++ is worked out at the first call, which the compiler cannot trace."""
+    plain = norms.WeightThenCast(D)
+    norm = copy.deepcopy(plain)
+    assert patch(norm).swapped
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend="eager")
+    for tracked in False, True:
+        x = rows().requires_grad_(tracked)
+        with torch.set_grad_enabled(tracked):
+            assert same_outcome(compiled(x), plain(x))
+
+
+def test_copies_after_a_proven_call(watched: Watched) -> None:
+    """What is compared is kept with the plan, and goes with it."""
+    norm, plain = pair_of(lambda: norms.WeightThenCast(D))
+    expected = plain(rows())
+    for twin in copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)):
+        watched.computed.clear()
+        with torch.no_grad():
+            assert same_bits(twin(rows()), expected)
+        assert watched.computed == [True]
+        twin.eps = 0.25
+        twin.weight = nn.Parameter(torch.full((D,), 2.0))
+        with torch.no_grad():
+            assert same_bits(twin(rows()), 2 * norms.WeightThenCast(D, 0.25)(rows()))
+            assert same_bits(norm(rows()), expected)
+
+
+def test_a_proof_renewed_for_other_dtypes_is_compared_anew(watched: Watched) -> None:
+    norm, plain = pair_of(lambda: norms.WeightThenCast(D))
+    norm.double(), plain.double()
+    x = rows().double()
+    assert same_outcome(norm(x), plain(x))
+    assert watched.computed == [True, False]
+    assert patch(norm, dtypes=torch.float64).swapped
+    with torch.no_grad():
+        assert same_outcome(norm(x), plain(x))
+    assert watched.computed[-1]
+    assert unpatch(norm)
+    watched.computed.clear()
+    assert same_outcome(norm(x), plain(x))
+    assert watched.computed == []

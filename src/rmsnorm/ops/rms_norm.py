@@ -421,6 +421,8 @@ def _vmap_bwd(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    *,
+    composed: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     need_dweight = need_dweight and weight is not None
     needs = (need_dx, need_dweight, need_dbias)
@@ -429,7 +431,7 @@ def _vmap_bwd(
     dy, x, rstd = (to_front(t, in_dims[i], size) for i, t in ((0, dy), (1, x), (3, rstd)))
     if dresidual is not None:
         dresidual = to_front(dresidual, in_dims[4], size)
-    if in_dims[2] is None and not (need_dweight or need_dbias):
+    if in_dims[2] is None and not (composed or need_dweight or need_dbias):
         return op_bwd(dy, x, weight, rstd, dresidual, eps, spec, ndim, *needs), out_dims
     if weight is not None:
         weight = to_front(weight, in_dims[2], size)
@@ -440,11 +442,25 @@ def _vmap_bwd(
 
 
 def _vmap_gradients(
-    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    dims = (*in_dims, *[None] * len(arguments))[: len(arguments)]
-    found: tuple[Tensor, Tensor] = torch.vmap(_gradients, in_dims=dims)(*arguments)
-    return found, (0, 0)
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    eps: float | None,
+    spec: str,
+    ndim: int,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    # Not torch.vmap over _gradients: PyTorch does not enter its transforms again inside of a rule.
+    tensors = dy, x, weight, rstd, dresidual
+    needs = need_dx, need_dweight, False
+    composed = torch.is_grad_enabled()  # create_graph=True
+    found, dims = _vmap_bwd(info, in_dims, *tensors, eps, spec, ndim, *needs, composed=composed)
+    return found[:2], dims[:2]
 
 
 torch.library.register_vmap(op, _vmap, lib=_library)

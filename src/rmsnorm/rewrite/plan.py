@@ -37,6 +37,8 @@ from rmsnorm.rewrite.report import spec_name
 from rmsnorm.spec import NormSpec
 
 _UNKNOWN = -1
+# The operation refuses an eps that float32 does not have; a module may compute with it.
+_LARGEST_EPS = torch.finfo(torch.float32).max
 
 
 def _version(tensor: Tensor) -> int:
@@ -253,6 +255,10 @@ class Plan:
             return None
         if not (x.is_cpu if self.device == "cpu" else x.device.type == self.device):
             return None
+        # A graph that torch.jit records should run, or be converted, without this package. Asked
+        # before sizes are compared, of which it would warn.
+        if in_autocast() or in_jit_trace():
+            return None
         shape = x.shape
         if self.ndim > 1:
             if shape[-self.ndim :] != self.shape:
@@ -263,16 +269,12 @@ class Plan:
             return None
         if self.bias is not None and not self._fits(self.bias, bias, x, weight):
             return None
-        # A graph that torch.jit records should run, or be converted, without this package.
-        if in_autocast() or in_jit_trace():
-            return None
         if self.guards is not None and not self.guards.hold(module):
             return None
         eps = self.eps if self.eps_path is None else self.eps_of(module)
-        if type(eps) is float:
-            if not eps >= 0.0:
+        if type(eps) is float or type(eps) is int:
+            if not 0 <= eps <= _LARGEST_EPS:
                 return None
-        elif type(eps) is int and eps >= 0:
             eps = float(eps)
         elif eps is not None or self.eps is not None:
             return None

@@ -177,11 +177,11 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
         elif (
             plan is not None
             and entry is not None
-            and plan.quick is not None
             and len(args) == 1
             and not kwargs
+            and not is_dynamo_compiling()  # which cannot trace the first look at plan.quick
+            and plan.quick is not None
             and getattr(self, SLOT, None) is None
-            and not is_dynamo_compiling()
         ):
             weight_name, eps_name, rest = plan.quick
             weight = weight_name and self._parameters.get(weight_name)

@@ -28,6 +28,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 const DirectTable* kernels = nullptr;
+c10::DispatchKeySet plain_keys;  // of a tensor of which nothing is to be known but its values
 
 // What a norm is told besides its tensors.
 struct Settings {
@@ -44,12 +45,11 @@ struct Needs {
 // Whether nothing is to be done with these tensors in this thread but to run the kernel; tensors
 // that are not there are.
 bool is_plain(std::initializer_list<const Tensor*> tensors) {
-  static const c10::DispatchKeySet plain = at::empty({0}, at::kCPU).key_set();
   const auto& thread = c10::impl::raw_local_dispatch_key_set;
   if (thread.included_ != 0 || thread.excluded_ != 0) return false;
   if (at::hasCallbacks() || torch::autograd::ForwardADLevel::try_get_by_idx(0)) return false;
   return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor* tensor) {
-    return !tensor->defined() || tensor->key_set() == plain;
+    return !tensor->defined() || tensor->key_set() == plain_keys;
   });
 }
 
@@ -154,14 +154,22 @@ class RMSNormBackward final : public torch::autograd::Node {
 
  protected:
   variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto [x, weight, rstd] = unpack();
+    // A gradient of the sum alone is passed on: what was saved may have changed, or be gone.
+    if (!grads[0].defined()) return input_gradients(settings_, needed(), grads, {}, {}, {});
+    const auto [x, weight, rstd] = unpack_locked();
     return input_gradients(settings_, needed(), grads, x, weight, rstd);
   }
 
  private:
   std::tuple<Tensor, Tensor, Tensor> unpack() {
     return {x_.unpack(x_is_output_ ? getptr() : nullptr), weight_.unpack(), rstd_.unpack()};
+  }
+
+  // Only this needs the lock. Whoever computes the gradients may run this node once more, in a mode
+  // of Python's for instance, or in another thread.
+  std::tuple<Tensor, Tensor, Tensor> unpack_locked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return unpack();
   }
 
   std::vector<bool> needed() const {
@@ -264,10 +272,18 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
 }  // namespace rmsnorm
 
 // The function that records a call of these kernels; null where PyTorch is not the release that
-// this library was built with.
+// this library was built with, or the kernels are from another build.
+//
+// Call it where no mode is on (rmsnorm/ops/direct.py): it looks at a new tensor.
 extern "C" __attribute__((visibility("default"))) const void* rmsnorm_autograd(
     const void* table, const char* version) noexcept {
-  if (std::string(version) != TORCH_VERSION) return nullptr;
-  rmsnorm::kernels = static_cast<const rmsnorm::DirectTable*>(table);
+  const auto* found = static_cast<const rmsnorm::DirectTable*>(table);
+  if (std::string(version) != TORCH_VERSION || found->size != sizeof *found) return nullptr;
+  try {
+    rmsnorm::plain_keys = at::empty({0}, at::kCPU).key_set();
+  } catch (...) {
+    return nullptr;
+  }
+  rmsnorm::kernels = found;
   return reinterpret_cast<const void*>(&rmsnorm::record);
 }

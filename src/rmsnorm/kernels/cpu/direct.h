@@ -45,6 +45,7 @@ bool direct_forward(const DirectCall& call, DirectResult& result) noexcept;
 bool direct_backward(const DirectBackward& call, DirectGradients& gradients) noexcept;
 
 struct DirectTable {
+  std::size_t size;  // of this: what was built apart may have another
   // The spec that `text` encodes, which is never freed; null if there is none, or if it has a gate.
   const void* (*parse)(const char* text, std::size_t length) noexcept;
   const char* (*text)(const void* spec) noexcept;  // the other way round

@@ -424,6 +424,10 @@ PyObject* connect(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   found.table = reinterpret_cast<const DirectTable*>(table);
+  if (found.table->size != sizeof(DirectTable)) {
+    PyErr_SetString(PyExc_RuntimeError, "rmsnorm: the libraries are from different builds");
+    return nullptr;
+  }
   found.record = reinterpret_cast<Record>(record);
   found.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type);
   found.parameter_type = reinterpret_cast<PyTypeObject*>(parameter_type);

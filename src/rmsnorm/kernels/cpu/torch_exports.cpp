@@ -71,8 +71,15 @@ void discard(void* tensor) noexcept {
   aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(tensor));
 }
 
-constexpr DirectTable kTable{parse,    text, direct_forward, direct_backward,
-                             elements, fits, share,          discard};
+constexpr DirectTable kTable{sizeof(DirectTable),
+                             parse,
+                             text,
+                             direct_forward,
+                             direct_backward,
+                             elements,
+                             fits,
+                             share,
+                             discard};
 
 }  // namespace
 }  // namespace rmsnorm

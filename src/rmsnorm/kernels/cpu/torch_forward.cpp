@@ -316,7 +316,8 @@ AddResult add_rms_norm(const Arguments& arguments, AtenTensorHandle residual_han
 
 // The same, y into x and the sum into the residual. Where one of them has no contiguous rows, or
 // shares memory with the weight, its result is written elsewhere and copied; or, if that may not
-// be, nothing is done and false returned.
+// be, nothing is done and false returned, as it is then where the residual's dtype is not the
+// sum's.
 bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual_handle,
                            double alpha, bool may_copy) {
   Forward forward(arguments);
@@ -327,6 +328,8 @@ bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual
                   ", but the result of this call is ", dtype_name(call.norm.y_type));
   check_writable(x, "x");
   check_writable(residual, "residual");
+  // Whoever gives no dtype for the sum has not said that it may be rounded.
+  if (!may_copy && promote(x.type, residual.type) != residual.type) return false;
   if (forward.empty(call.norm)) return true;
   STD_TORCH_CHECK(!share_elements(x, residual),
                   "rmsnorm: x and residual overlap in memory, but each is overwritten");
