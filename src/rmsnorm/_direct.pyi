@@ -73,7 +73,7 @@ def keys() -> tuple[int, int]: ...
 def built_with() -> str: ...
 def connect(
     table: int,
-    record: int,
+    autograd: int,
     tensor_type: type,
     parameter_type: type,
     encode: Callable[[NormSpec | str], str],

@@ -25,7 +25,7 @@ from rmsnorm.ops import direct, extension
 from rmsnorm.ops import rms_norm as operation
 
 pytestmark = pytest.mark.skipif(
-    direct.entry is None or not extension.autograd_record(),
+    direct.entry is None or not extension.autograd_table(),
     reason="the node was not built, or is switched off",
 )
 NODE = "RMSNormBackward"
@@ -550,4 +550,4 @@ def test_it_can_be_switched_off() -> None:
 
 def test_another_torch_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.1+cpu")
-    assert extension.autograd_record.__wrapped__() == 0
+    assert extension.autograd_table.__wrapped__() == 0

@@ -99,7 +99,7 @@ def test_layouts_and_shapes() -> None:
 def test_gradients_stand_in_the_way() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     tracked = torch.randn(8, requires_grad=True)
-    recorded = extension.autograd_record() != 0
+    recorded = extension.autograd_table() != 0
     saving = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     for around in (contextlib.nullcontext(), saving):
         with around:  # which the node in C++ leaves to an autograd.Function
@@ -364,7 +364,7 @@ def test_a_pair_of_dtypes_has_one_bit(
 @needs_entry
 def test_what_is_proven_for_values_is_not_for_gradients() -> None:
     own = bit(torch.float32, torch.float32)
-    recorded = extension.autograd_record() != 0
+    recorded = extension.autograd_table() != 0
     for of_x, of_weight in (True, False), (False, True), (True, True):
         x = torch.randn(3, 8, requires_grad=of_x)
         weight = torch.rand(8, requires_grad=of_weight)

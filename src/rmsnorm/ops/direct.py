@@ -83,7 +83,7 @@ def _connect(entry: Any) -> bool:
         return False
     entry.connect(
         table,
-        extension.autograd_record(),
+        extension.autograd_table(),
         Tensor,
         torch.nn.Parameter,
         _encode,

@@ -62,8 +62,8 @@ def direct_table() -> int:
 
 
 @functools.cache
-def autograd_record() -> int:
-    """The address of the function that records a direct call for autograd; 0 if there is none.
+def autograd_table() -> int:
+    """The address of what records direct calls for autograd; 0 if there is none.
 
     ``RMSNORM_DISABLE_AUTOGRAD=1`` goes without it, and so does any other torch than the release
     that it was built with: an ``autograd.Function`` does the same, more slowly.

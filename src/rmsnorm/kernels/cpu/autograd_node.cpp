@@ -227,26 +227,34 @@ variable_list RMSNormBackward::apply_with_saved(const variable_list& grads,
   return results;
 }
 
-// Makes a forward's results the outputs of a node of the graph. False where only an
-// autograd.Function can: the tensors that a node saves are somebody else's business, too, or cannot
-// be saved.
+Tensor tensor_of(void* handle) { return handle ? *static_cast<const Tensor*>(handle) : Tensor(); }
+
+bool records(const DirectCall& call) noexcept {
+  try {
+    // Hooks on saved tensors are Python's: what they raise would not get through.
+    if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return false;
+    const Tensor x = tensor_of(call.x);
+    const Tensor weight = tensor_of(call.weight);
+    const Tensor residual = tensor_of(call.residual);
+    // They cannot be saved, which an autograd.Function says.
+    if (x.is_inference() || (weight.defined() && weight.is_inference())) return false;
+    // A gradient has its tensor's dtype, and there is one for both.
+    return !residual.defined() || residual.dtype() == x.dtype();
+  } catch (...) {
+    return false;
+  }
+}
+
 bool record(const DirectCall& call, const DirectResult& result) noexcept {
   try {
-    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
-    if (!hooks.stack.empty()) return false;
-    const auto tensor = [](void* handle) {
-      return handle ? *static_cast<const Tensor*>(handle) : Tensor();
-    };
-    const Tensor x = tensor(call.x);
-    const Tensor weight = tensor(call.weight);
-    const Tensor residual = tensor(call.residual);
+    const Tensor x = tensor_of(call.x);
+    const Tensor weight = tensor_of(call.weight);
+    const Tensor residual = tensor_of(call.residual);
     const Tensor& rstd = *static_cast<const Tensor*>(result.rstd);
     Tensor& y = *static_cast<Tensor*>(result.y);
-    if (x.is_inference() || (weight.defined() && weight.is_inference())) return false;
+    const std::int64_t weight_dims = weight.defined() ? weight.dim() : 1;
     const Settings settings{call.spec, call.has_eps ? std::optional(call.eps) : std::nullopt,
-                            call.ndim          ? call.ndim
-                            : weight.defined() ? weight.dim()
-                                               : 1};
+                            call.ndim ? call.ndim : weight_dims};
     if (!residual.defined()) {
       const auto node = c10::make_intrusive<RMSNormBackward>(
           torch::autograd::collect_next_edges(x, weight), settings);
@@ -255,8 +263,6 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
       return true;
     }
     Tensor& sum = *static_cast<Tensor*>(result.sum);
-    // A gradient has its tensor's dtype.
-    if (x.dtype() != sum.dtype() || residual.dtype() != sum.dtype()) return false;
     const auto node = c10::make_intrusive<RMSNormBackward>(
         torch::autograd::collect_next_edges(x, residual, weight), settings);
     torch::autograd::create_gradient_edge(y, node);
@@ -268,10 +274,12 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
   }
 }
 
+constexpr AutogradTable kTable{records, record};
+
 }  // namespace
 }  // namespace rmsnorm
 
-// The function that records a call of these kernels; null where PyTorch is not the release that
+// The AutogradTable for calls of these kernels; null where PyTorch is not the release that
 // this library was built with, or the kernels are from another build.
 //
 // Call it where no mode is on (rmsnorm/ops/direct.py): it looks at a new tensor.
@@ -285,5 +293,5 @@ extern "C" __attribute__((visibility("default"))) const void* rmsnorm_autograd(
     return nullptr;
   }
   rmsnorm::kernels = found;
-  return reinterpret_cast<const void*>(&rmsnorm::record);
+  return &rmsnorm::kTable;
 }

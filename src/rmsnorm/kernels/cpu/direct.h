@@ -59,8 +59,13 @@ struct DirectTable {
   void (*discard)(void* tensor) noexcept;  // gives up a result, or what `share` returned
 };
 
-// Makes the results of a forward with rstd the outputs of a node of autograd's graph
-// (autograd_node.cpp). One that returns false leaves results that are of no use.
-using Record = bool (*)(const DirectCall& call, const DirectResult& result) noexcept;
+// What the direct call asks of autograd (autograd_node.cpp).
+struct AutogradTable {
+  // Whether `record` can take the results of a call; an autograd.Function can in any case.
+  bool (*records)(const DirectCall& call) noexcept;
+  // Makes the results of a forward with rstd the outputs of a node of autograd's graph. One that
+  // returns false leaves results that are of no use.
+  bool (*record)(const DirectCall& call, const DirectResult& result) noexcept;
+};
 
 }  // namespace rmsnorm

@@ -49,7 +49,7 @@ constexpr int kStates = 2;  // plain, and inference mode
 
 struct Setup {
   const DirectTable* table = nullptr;
-  Record record = nullptr;  // or null
+  const AutogradTable* autograd = nullptr;  // or null
   PyTypeObject* tensor_type = nullptr;
   PyTypeObject* parameter_type = nullptr;
   PyObject* encode = nullptr;    // from a spec, or the name of one, to its canonical string
@@ -239,10 +239,12 @@ bool run_forward(DirectCall call, DirectResult& result) {
 
 // The same, with a node in autograd's graph. False, with no results, where that cannot be.
 bool run_recorded(DirectCall call, DirectResult& result) {
+  if (!setup.autograd || !setup.autograd->records(call)) return false;
   void** const places[] = {&call.x, &call.residual, &call.weight};
   call.want_rstd = true;
-  const bool done =
-      run(places, [&] { return setup.table->forward(call, result) && setup.record(call, result); });
+  const bool done = run(places, [&] {
+    return setup.table->forward(call, result) && setup.autograd->record(call, result);
+  });
   void* const handles[] = {result.rstd, done ? nullptr : result.y, done ? nullptr : result.sum};
   for (void* handle : handles) {
     if (handle) setup.table->discard(handle);
@@ -274,7 +276,7 @@ bool is_differentiated(Handles... handles) {
 PyObject* normalise(const DirectCall& call, bool differentiated) {
   DirectResult result;
   if (!differentiated) return run_forward(call, result) ? wrap(result.y) : declined();
-  if (setup.record && run_recorded(call, result)) return wrap(result.y);
+  if (run_recorded(call, result)) return wrap(result.y);
   Py_RETURN_TRUE;
 }
 
@@ -335,7 +337,7 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   if (!read_add(objects, count, call)) return declined();
   DirectResult result;
   if (is_differentiated(call.x, call.residual, call.weight)) {
-    if (!setup.record || !run_recorded(call, result)) Py_RETURN_TRUE;
+    if (!run_recorded(call, result)) Py_RETURN_TRUE;
   } else if (!run_forward(call, result)) {
     return declined();
   }
@@ -408,16 +410,17 @@ PyObject* keys(PyObject*, PyObject*) {
 // built_with() -> the release of PyTorch, as "2.13".
 PyObject* built_with(PyObject*, PyObject*) { return PyUnicode_FromString(RMSNORM_TORCH_RELEASE); }
 
-// connect(table, record or 0, tensor type, parameter type, encode, handle offset, keys offset,
+// connect(table, autograd's table or 0, tensor type, parameter type, encode, handle offset, keys
+// offset,
 //         (tensor keys, included, excluded) plain, the same in inference mode)
 PyObject* connect(PyObject*, PyObject* arguments) {
   Setup found;
   unsigned long long table = 0;
-  unsigned long long record = 0;
+  unsigned long long autograd = 0;
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
   unsigned long long states[kStates][3] = {};
-  if (!PyArg_ParseTuple(arguments, "KKOOOnn(KKK)(KKK)", &table, &record, &tensor_type,
+  if (!PyArg_ParseTuple(arguments, "KKOOOnn(KKK)(KKK)", &table, &autograd, &tensor_type,
                         &parameter_type, &found.encode, &found.handle_offset, &found.keys_offset,
                         &states[0][0], &states[0][1], &states[0][2], &states[1][0], &states[1][1],
                         &states[1][2])) {
@@ -428,7 +431,7 @@ PyObject* connect(PyObject*, PyObject* arguments) {
     PyErr_SetString(PyExc_RuntimeError, "rmsnorm: the libraries are from different builds");
     return nullptr;
   }
-  found.record = reinterpret_cast<Record>(record);
+  found.autograd = reinterpret_cast<const AutogradTable*>(autograd);
   found.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type);
   found.parameter_type = reinterpret_cast<PyTypeObject*>(parameter_type);
   for (int i = 0; i < kStates; ++i) {
