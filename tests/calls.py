@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +51,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(bits(a), bits(b))
+
+
+def without_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the way through torch.ops, with an ``autograd.Function`` for gradients."""
+    from rmsnorm.ops import add_rms_norm, route
+    from rmsnorm.ops import rms_norm as operation
+
+    for module in (operation, add_rms_norm):
+        monkeypatch.setattr(module, "entry", None)
+    monkeypatch.setattr(route, "_direct", None)
 
 
 def normalise(

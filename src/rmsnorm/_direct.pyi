@@ -23,7 +23,6 @@ def proven(
     weight: Tensor | None,
     eps: float | None,
     spec: NormSpec,
-    ndim: int,
     width: int,
     dtypes: int,
     trained: int,

@@ -169,7 +169,7 @@ def test_laps_end_at_the_largest_modules_without_a_norm() -> None:
     assert watch.free is None  # that run had other laps
 
 
-def test_a_lap_is_free_if_it_is_in_every_run() -> None:
+def test_a_lap_is_free_only_if_it_was_in_every_run() -> None:
     """Without norms, an embedding and what follows it are given the same tensor."""
     watch = Stopwatch()
 

@@ -258,9 +258,10 @@ def test_bench_takes_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["bench", "--shape", "1x576", "--rounds", "3"]) == 0
     assert main(["bench", "--shape", "1x576", "--rounds", "0"]) == 2
     assert asked == [3]
-    assert FULL.times(3).budget_ns == 3 * FULL.budget_ns
-    assert FULL.times(3).max_rounds == 3 * FULL.max_rounds
-    assert [one.times(3).rounds for one in WORKLOADS] == [3 * one.rounds for one in WORKLOADS]
+    longer = FULL.with_rounds(3)
+    assert longer.budget_ns == 3 * FULL.budget_ns
+    assert (longer.min_rounds, longer.max_rounds) == (3 * FULL.min_rounds, 3 * FULL.max_rounds)
+    assert [one.with_rounds(3).rounds for one in WORKLOADS] == [3 * one.rounds for one in WORKLOADS]
 
 
 def test_available_memory() -> None:

@@ -22,7 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rmsnorm
-from calls import FLOATS, KERNELS, UNGATED, rows_of, same_bits, weight_of
+from calls import (
+    FLOATS,
+    KERNELS,
+    UNGATED,
+    rows_of,
+    same_bits,
+    weight_of,
+    without_direct_call,
+)
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm, specs
 from rmsnorm.ops import direct, extension
 from rmsnorm.ops import rms_norm as operation
@@ -338,7 +346,7 @@ def bit(x: torch.dtype | None, weight: torch.dtype | None) -> int:
 
 
 def proven(x: Any, weight: Any, width: int, dtypes: int, trained: int = 0, eps: Any = 1e-6) -> Any:
-    return entry.proven(x, weight, eps, specs["torch"], 1, width, dtypes, trained)
+    return entry.proven(x, weight, eps, specs["torch"], width, dtypes, trained)
 
 
 @needs_entry
@@ -402,7 +410,7 @@ def test_what_is_not_proven() -> None:
         assert proven(*wrong, every, every) is None, wrong[1:]
     for eps in 1, True, -1e-6, float("nan"), float("inf"), 1e300, torch.tensor(1e-6), "1":
         assert proven(x, weight, 8, every, every, eps) is None, eps
-    assert entry.proven(x, weight, 1e-6, specs["torch"], 1, 8, every) is None
+    assert entry.proven(x, weight, 1e-6, specs["torch"], 8, every) is None
     for around in AROUND.values():
         with around():
             assert proven(x, weight, 8, every, every) is None
@@ -722,9 +730,7 @@ def test_training_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*one, *two, again, *torch.autograd.grad(again.sum(), (x, weight, dy))]
 
     direct_ones = gradients()
-    for module in (operation, rmsnorm.ops.add_rms_norm):
-        monkeypatch.setattr(module, "entry", None)
-    monkeypatch.setattr(rmsnorm.ops.route, "_direct", None)
+    without_direct_call(monkeypatch)
     assert all(map(same_bits, direct_ones, gradients()))
 
 

@@ -14,6 +14,7 @@ from rmsnorm.rewrite import speed
 from rmsnorm.rewrite.inspect import prefill
 from rmsnorm.rewrite.speed import (
     BEFORE,
+    COPIES,
     COMPILED,
     COMPILED_PATCHED,
     FUSED,
@@ -189,7 +190,10 @@ def test_every_work_is_timed_in_every_variant(short: None) -> None:
         assert all(len(paired.totals(variant)) == paired.rounds for variant in paired.variants)
         assert min(min(paired.totals(variant)) for variant in paired.variants) > 0.0
         assert found.alone is not None
-        assert found.alone.variants == (BEFORE, PATCHED)
+        copied = "training" not in found.what  # the backward of a copy does nothing
+        assert found.alone.variants == ((BEFORE, PATCHED, COPIES) if copied else (BEFORE, PATCHED))
+        assert (found.gone_with_copies is not None) is copied
+        assert any("copies" in line for line in found.lines()) is copied
         assert found.notes == ()
         json.dumps(found.to_dict(), allow_nan=False)
     prefill, decoding, train = speeds.found

@@ -266,8 +266,8 @@ class Stopwatch:
 
     @property
     def free(self) -> list[bool] | None:
-        """Which laps hold nothing that differs between variants, in no run; ``None`` if runs had
-        different numbers of laps."""
+        """Which laps held nothing that differs between variants, in any run; ``None`` if the runs
+        had different numbers of laps."""
         if len({len(laps) for laps in self._free}) != 1:
             return None
         return [all(lap) for lap in zip(*self._free, strict=True)]

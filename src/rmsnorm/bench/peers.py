@@ -273,7 +273,7 @@ def train_candidates(
         return forward_backward
 
     arguments = bind(*first)
-    # What PyTorch takes for the least that a norm has to do, and what autograd does about it.
+    # No norm: the least that PyTorch does for the same gradients, as a scale for ours.
     found = [Candidate("product", step(lambda x: x * weight), bind)]
     for spec in SPECS:
         ours = functools.partial(rms_norm, weight=weight, eps=EPS, spec=specs[spec])

@@ -204,6 +204,7 @@ def _value(result: Result, spec: str, column: str) -> str:
     if slash:
         if below == "limit":
             return _ratio(ours, _median(result, result.physical_limit))
+        # The product knows no spec.
         other = above if above == "product" else f"{above} {spec}"
         return _ratio(_median(result, other), ours)
     if not column:

@@ -68,9 +68,14 @@ class Policy:
     max_rounds: int = 51
     retries: int = 2
 
-    def times(self, factor: int) -> Policy:
+    def with_rounds(self, factor: int) -> Policy:
         """The same with ``factor`` times as many rounds."""
-        return replace(self, budget_ns=factor * self.budget_ns, max_rounds=factor * self.max_rounds)
+        return replace(
+            self,
+            budget_ns=factor * self.budget_ns,
+            min_rounds=factor * self.min_rounds,
+            max_rounds=factor * self.max_rounds,
+        )
 
 
 FULL = Policy()

@@ -267,7 +267,7 @@ def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     quick, compiled, json_path = request.quick, request.compiled, request.json_path
-    policy = (QUICK if quick else FULL).times(request.rounds)
+    policy = (QUICK if quick else FULL).with_rounds(request.rounds)
     absent = absent_conditions()
     engines = Engines(EPS, request.engines)
     cache = last_level_cache_bytes()
@@ -313,7 +313,8 @@ def _run(cells: list[Cell], others: tuple[str, ...], request: _Request) -> bool:
                 from rmsnorm.lm.step import QUICK_WORKLOADS, WORKLOADS, measure_steps
 
                 workloads = [
-                    one.times(request.rounds) for one in (QUICK_WORKLOADS if quick else WORKLOADS)
+                    one.with_rounds(request.rounds)
+                    for one in (QUICK_WORKLOADS if quick else WORKLOADS)
                 ]
                 steps = measure_steps(workloads, compiled, say)
         except (WrongResultError, MeasurementError) as error:

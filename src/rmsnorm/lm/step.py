@@ -66,7 +66,7 @@ class Workload:
     loss_lr: float
     rounds: int
 
-    def times(self, factor: int) -> Workload:
+    def with_rounds(self, factor: int) -> Workload:
         """The same with ``factor`` times as many rounds."""
         return replace(self, rounds=factor * self.rounds)
 

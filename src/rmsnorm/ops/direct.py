@@ -1,7 +1,8 @@
 """The way from Python straight to the kernels, past ``torch.ops``, where this torch has one.
 
 ``entry`` is the module ``rmsnorm._direct`` (kernels/cpu/python_entry.cpp), or ``None``. Its
-functions return ``None`` for every call that is not plain, which then takes the usual way.
+functions return ``None`` for every call that is not plain, and ``True`` where only its gradient
+stands in the way; such calls then take the usual way.
 
 It compares the dispatch keys of a tensor with those of a plain one. Where they lie in memory no
 header tells, so this file looks for them in tensors whose keys are known, and goes without the
@@ -15,6 +16,7 @@ import ctypes
 import functools
 import os
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +29,25 @@ _WORD = 8
 # The object of a Python tensor, and the beginning of a TensorImpl, which is larger.
 _OBJECT_BYTES = 48
 _IMPL_BYTES = 192
+
+
+# The dtypes as the kernels number them (DType in kernels/cpu/types.h); no weight is the last.
+_NUMBERS: dict[torch.dtype | None, int] = {
+    dtype: number
+    for number, dtype in enumerate(
+        (torch.float32, torch.float64, torch.bfloat16, torch.float16, None)
+    )
+}
+
+
+def dtype_bits(pairs: Iterable[tuple[torch.dtype | None, ...]]) -> int:
+    """Pairs of the dtypes of row and weight, as ``entry.proven`` is told them: a bit for each.
+
+    Example:
+        >>> dtype_bits([(torch.float32, torch.float32), (torch.float32, None)])
+        17
+    """
+    return sum(1 << (len(_NUMBERS) * _NUMBERS[x] + _NUMBERS[weight]) for x, weight in pairs)
 
 
 def _encode(spec: NormSpec | str) -> str:

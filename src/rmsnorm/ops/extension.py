@@ -65,8 +65,9 @@ def direct_table() -> int:
 def autograd_table() -> int:
     """The address of what records direct calls for autograd; 0 if there is none.
 
-    ``RMSNORM_DISABLE_AUTOGRAD=1`` goes without it, and so does any other torch than the release
-    that it was built with: an ``autograd.Function`` does the same, more slowly.
+    ``RMSNORM_DISABLE_AUTOGRAD=1`` goes without it, and so does any other torch than the version
+    that it was built with: an ``autograd.Function`` does the same, more slowly. To be called first
+    in a thread where no mode is on, as :mod:`rmsnorm.ops.direct` does: it looks at a new tensor.
     """
     table = direct_table()
     if not table or os.environ.get("RMSNORM_DISABLE_AUTOGRAD", "") not in ("", "0"):
@@ -74,12 +75,12 @@ def autograd_table() -> int:
     import torch
 
     try:
-        connect = ctypes.CDLL(str(_AUTOGRAD)).rmsnorm_autograd
+        find = ctypes.CDLL(str(_AUTOGRAD)).rmsnorm_autograd
     except (OSError, AttributeError):  # not built, or this torch lacks a name that it needs
         return 0
-    connect.restype = ctypes.c_void_p
-    connect.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-    return connect(table, torch.__version__.split("+")[0].encode()) or 0
+    find.restype = ctypes.c_void_p
+    find.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+    return find(table, torch.__version__.split("+")[0].encode()) or 0
 
 
 def cpu_isa() -> str | None:

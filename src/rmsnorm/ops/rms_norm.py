@@ -1,8 +1,9 @@
 """The operation ``rmsnorm::rms_norm``, its backward, and the checks on their arguments.
 
-No autograd is registered for the operations, so that inference pays nothing for it. A call that
-needs a gradient takes an ``autograd.Function`` over ``rms_norm_fwd`` and ``rms_norm_bwd``, where
-there are kernels for them; any other derivative comes from :mod:`rmsnorm.ops.composite`.
+No autograd is registered for the operations, so that inference pays nothing for it. A direct call
+that needs a gradient is recorded by a node in C++ (kernels/cpu/autograd_node.cpp), any other takes
+an ``autograd.Function`` over ``rms_norm_fwd`` and ``rms_norm_bwd``, where there are kernels for
+them; any other derivative comes from :mod:`rmsnorm.ops.composite`.
 """
 
 from __future__ import annotations
@@ -212,6 +213,7 @@ op = torch.ops.rmsnorm.rms_norm.default
 op_out = torch.ops.rmsnorm.rms_norm.out
 op_fwd = torch.ops.rmsnorm.rms_norm_fwd.default
 op_bwd = torch.ops.rmsnorm.rms_norm_bwd.default
+op_gradients = torch.ops.rmsnorm.rms_norm_gradients.default
 
 
 # What a call is given besides tensors, as one argument: autograd looks at each of them.
@@ -327,7 +329,7 @@ def _gradients(
     return or_nothing(dx, x), or_nothing(dweight, x)
 
 
-# It is what it consists of, to autograd and to every mode.
+# Autograd and every mode see the operations in it, not this one.
 _library.impl("rms_norm_gradients", _gradients, "CompositeImplicitAutograd")
 
 
@@ -466,9 +468,7 @@ def _vmap_gradients(
 torch.library.register_vmap(op, _vmap, lib=_library)
 torch.library.register_vmap(op_fwd, _vmap_fwd, lib=_library)
 torch.library.register_vmap(op_bwd, _vmap_bwd, lib=_library)
-torch.library.register_vmap(
-    torch.ops.rmsnorm.rms_norm_gradients.default, _vmap_gradients, lib=_library
-)
+torch.library.register_vmap(op_gradients, _vmap_gradients, lib=_library)
 
 
 def check(

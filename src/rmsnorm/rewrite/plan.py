@@ -6,13 +6,14 @@ import copy
 import functools
 import types
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rmsnorm.ops import gated_rms_norm as gated_operation
-from rmsnorm.ops.rms_norm import FLOATING, has_kernels, kernels_differentiate
+from rmsnorm.ops.direct import dtype_bits
+from rmsnorm.ops.rms_norm import has_kernels, kernels_differentiate
 from rmsnorm.ops.transforms import (
     in_autocast,
     in_jit_trace,
@@ -125,6 +126,15 @@ def guards_of(module: nn.Module, found: Hypothesis) -> Guards | None:
     return Guards(tuple(values), tuple(tensors), children)
 
 
+class Direct(NamedTuple):
+    """A call that C++ compares with the proof: the names of weight and eps in the module, and what
+    ``entry.proven`` is given beside them."""
+
+    weight: str | None
+    eps: str | None
+    rest: tuple[NormSpec, int, int, int]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a swapped module knows about itself; everything else is read from it at each call.
@@ -170,7 +180,8 @@ class Plan:
 
     @functools.cached_property
     def joins(self) -> bool:
-        """Whether an addition before the norm may be computed with it."""
+        """Whether a call is one of a row and at most a weight, with nothing else to compare: so
+        an addition before it may be computed with it, and C++ may compare it with the proof."""
         return (
             self.device == "cpu"
             and self.bias is None
@@ -181,16 +192,16 @@ class Plan:
         )
 
     @functools.cached_property
-    def quick(self) -> tuple[str | None, str | None, tuple[NormSpec, int, int, int, int]] | None:
-        """The names of weight and eps in a module, and what the direct call compares the rest of
-        a call with; ``None`` where more must be compared."""
+    def direct(self) -> Direct | None:
+        """How C++ compares a call with the proof; ``None`` where more must be compared than it
+        can."""
         eps_path = self.eps_path or ()
         if not self.joins or self.ndim != 1 or type(self.eps) is not float or len(eps_path) > 1:
             return None
         weight = None if self.weight is None else self.weight.name
         width = 0 if self.shape is None else self.shape[0]
-        dtypes = _dtype_bits(self.pairs), _dtype_bits(self.training)
-        return weight, eps_path[0] if eps_path else None, (self.spec, 1, width, *dtypes)
+        dtypes = dtype_bits(self.pairs), dtype_bits(self.training)
+        return Direct(weight, eps_path[0] if eps_path else None, (self.spec, width, *dtypes))
 
     def eps_of(self, module: nn.Module) -> Any:
         """The eps that ``module`` uses now."""
@@ -334,12 +345,6 @@ class Plan:
         if tensor.shape != slot.shape or tensor.is_cpu is not x.is_cpu:
             return False
         return tensor is weight or weight is None or tensor.dtype == weight.dtype
-
-
-def _dtype_bits(pairs: frozenset[Dtypes]) -> int:
-    """The bit of each pair of dtypes of row and weight, as the kernels number them."""
-    numbers = {dtype: number for number, dtype in enumerate((*FLOATING, None))}
-    return sum(1 << (5 * numbers[pair[0]] + numbers[pair[1]]) for pair in pairs)
 
 
 def _pairs_text(pairs: frozenset[Dtypes]) -> str:

@@ -79,7 +79,7 @@ class Speed:
     """Seconds, in the same rounds."""
     alone: Paired | None
     """The norms alone, before and patched, on what they are given in the model; without backward
-    also a copy of each instead: no norm can read its row and write its result in less time."""
+    also a clone of each norm's input instead, which shows what a plain copy costs."""
     around: Paired | None = None
     """Of the rounds, the laps that lie within no module without a norm: what is left to norms, to
     additions, and to whatever stands beside them. Less is seen (not what a norm does to the caches
@@ -100,9 +100,9 @@ class Speed:
         return self.alone.ratio(PATCHED, BEFORE).complement()
 
     @property
-    def most_gone(self) -> Estimate | None:
-        """The part that would be gone if each norm took no longer than a copy; ``None`` where that
-        is not measured."""
+    def gone_with_copies(self) -> Estimate | None:
+        """The part that would be gone if each norm took as long as a clone of its input; ``None``
+        where that is not measured."""
         if self.alone is None or COPIES not in self.alone.variants:
             return None
         return self.alone.ratio(COPIES, BEFORE).complement()
@@ -135,8 +135,8 @@ class Speed:
                 f"norms alone: before {took[0]:.3g} ms, after {took[1]:.3g} ms, gone: "
                 f"{self.alone_gone.percent()}"
             )
-            if self.most_gone is not None:
-                line += f"; copies of the same rows instead: {self.most_gone.percent()}"
+            if self.gone_with_copies is not None:
+                line += f"; with copies of their inputs instead: {self.gone_with_copies.percent()}"
             lines.append(line)
         for variant in self.paired.variants:
             gone = self.gone(variant)
@@ -174,7 +174,7 @@ class Speed:
                 "before": self.alone.seconds(BEFORE),
                 "patched": self.alone.seconds(PATCHED),
                 "gone": estimate(self.alone_gone),
-                "gone_with_copies": estimate(self.most_gone),
+                "gone_with_copies": estimate(self.gone_with_copies),
             }
         return {
             "what": self.what,

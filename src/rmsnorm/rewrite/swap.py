@@ -179,12 +179,14 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             and entry is not None
             and len(args) == 1
             and not kwargs
-            and not is_dynamo_compiling()  # which cannot trace the first look at plan.quick
-            and plan.quick is not None
-            and getattr(self, SLOT, None) is None
+            and not is_dynamo_compiling()  # which traces neither a cached property nor the call
+            and plan.direct is not None
+            and getattr(self, SLOT, None) is None  # which may hold the result
         ):
-            weight_name, eps_name, rest = plan.quick
+            weight_name, eps_name, rest = plan.direct
+            # Without a weight among the parameters there is none, and no such pair was proven.
             weight = weight_name and self._parameters.get(weight_name)
+            # One of the class is left to plan.operands: to C++, none would be the spec's.
             eps = self.__dict__.get(eps_name) if eps_name else plan.eps
             y = None if eps is None else entry.proven(args[0], weight, eps, *rest)
             if y is not None and y is not True:

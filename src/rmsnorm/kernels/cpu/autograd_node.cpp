@@ -1,7 +1,7 @@
 // The gradient of a direct call as a node of PyTorch's graph, in C++: recording and running one
 // written in Python takes several times as long as the norm of a short row does.
 //
-// PyTorch has no stable interface for nodes. This library is built for one release, and the package
+// PyTorch has no stable interface for nodes. This library is built for one version, and the package
 // goes without it, on an autograd.Function, with any other (rmsnorm/ops/extension.py).
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,9 +12,12 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,8 +30,8 @@ using at::Tensor;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-const DirectTable* kernels = nullptr;
-c10::DispatchKeySet plain_keys;  // of a tensor of which nothing is to be known but its values
+const DirectTable* table = nullptr;  // of the kernels
+c10::DispatchKeySet plain_keys;      // of a tensor of which nothing is to be known but its values
 
 // What a norm is told besides its tensors.
 struct Settings {
@@ -42,8 +45,8 @@ struct Needs {
   bool dweight = false;
 };
 
-// Whether nothing is to be done with these tensors in this thread but to run the kernel; tensors
-// that are not there are.
+// Whether there is nothing to do in this thread but to run the kernel on these tensors, any of
+// which may be undefined. Key sets of 0 are an ordinary thread's.
 bool is_plain(std::initializer_list<const Tensor*> tensors) {
   const auto& thread = c10::impl::raw_local_dispatch_key_set;
   if (thread.included_ != 0 || thread.excluded_ != 0) return false;
@@ -53,11 +56,11 @@ bool is_plain(std::initializer_list<const Tensor*> tensors) {
   });
 }
 
-// A result of the kernels, which was the caller's.
+// Moves a result of the kernels out of its handle.
 Tensor take(void* handle) {
   if (!handle) return {};
-  Tensor tensor = *static_cast<Tensor*>(handle);
-  kernels->discard(handle);
+  Tensor tensor = std::move(*static_cast<Tensor*>(handle));
+  table->discard(handle);
   return tensor;
 }
 
@@ -88,14 +91,13 @@ std::pair<Tensor, Tensor> gradients(const Settings& settings, Needs needs, const
     call.need_dx = needs.dx;
     call.need_dweight = needs.dweight;
     DirectGradients found;
-    if (kernels->backward(call, found)) return {take(found.dx), take(found.dweight)};
+    if (table->backward(call, found)) return {take(found.dx), take(found.dweight)};
   }
   static const auto operation =
       c10::Dispatcher::singleton().findSchemaOrThrow("rmsnorm::rms_norm_gradients", "");
   torch::jit::Stack stack;
   torch::jit::push(stack, dy, x, optional(weight), rstd, optional(dresidual), settings.eps,
-                   std::string(kernels->text(settings.spec)), settings.ndim, needs.dx,
-                   needs.dweight);
+                   std::string(table->text(settings.spec)), settings.ndim, needs.dx, needs.dweight);
   operation.callBoxed(stack);
   return {needs.dx ? stack[0].toTensor() : Tensor(),
           needs.dweight ? stack[1].toTensor() : Tensor()};
@@ -141,7 +143,7 @@ class RMSNormBackward final : public torch::autograd::Node {
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     args.collect(std::string("rmsnorm::RMSNormBackward"));
-    args.collect(std::string(kernels->text(settings_.spec)));
+    args.collect(std::string(table->text(settings_.spec)));
     args.collect(settings_.eps);
     args.collect(settings_.ndim);
     args.collect(x_, x_is_output_);
@@ -165,8 +167,8 @@ class RMSNormBackward final : public torch::autograd::Node {
     return {x_.unpack(x_is_output_ ? getptr() : nullptr), weight_.unpack(), rstd_.unpack()};
   }
 
-  // Only this needs the lock. Whoever computes the gradients may run this node once more, in a mode
-  // of Python's for instance, or in another thread.
+  // The lock is held for this alone: what computes the gradients may run this node again, from a
+  // mode in Python or in another thread.
   std::tuple<Tensor, Tensor, Tensor> unpack_locked() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return unpack();
@@ -191,8 +193,8 @@ variable_list replay(const variable_list& grads, const std::vector<c10::IValue>&
     return value.isTensor() ? value.toTensor() : Tensor();
   };
   const std::string text = arguments[3].toStringRef();
-  const Settings settings{kernels->parse(text.data(), text.size()),
-                          arguments[4].toOptional<double>(), arguments[5].toInt()};
+  const Settings settings{table->parse(text.data(), text.size()), arguments[4].toOptional<double>(),
+                          arguments[5].toInt()};
   return input_gradients(settings, arguments[6].toBoolList().vec(), grads, arguments[0].toTensor(),
                          optional_tensor(arguments[1]), arguments[2].toTensor());
 }
@@ -206,7 +208,7 @@ variable_list RMSNormBackward::apply_with_saved(const variable_list& grads,
   const std::vector<c10::IValue> arguments = {x,
                                               optional(weight),
                                               rstd,
-                                              std::string(kernels->text(settings_.spec)),
+                                              std::string(table->text(settings_.spec)),
                                               settings_.eps,
                                               settings_.ndim,
                                               c10::IValue(needed())};
@@ -229,7 +231,7 @@ variable_list RMSNormBackward::apply_with_saved(const variable_list& grads,
 
 Tensor tensor_of(void* handle) { return handle ? *static_cast<const Tensor*>(handle) : Tensor(); }
 
-bool records(const DirectCall& call) noexcept {
+bool can_record(const DirectCall& call) noexcept {
   try {
     // Hooks on saved tensors are Python's: what they raise would not get through.
     if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return false;
@@ -274,24 +276,24 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
   }
 }
 
-constexpr AutogradTable kTable{records, record};
+constexpr AutogradTable kTable{can_record, record};
 
 }  // namespace
 }  // namespace rmsnorm
 
-// The AutogradTable for calls of these kernels; null where PyTorch is not the release that
+// The AutogradTable for calls of these kernels; null where PyTorch is not the version that
 // this library was built with, or the kernels are from another build.
 //
 // Call it where no mode is on (rmsnorm/ops/direct.py): it looks at a new tensor.
 extern "C" __attribute__((visibility("default"))) const void* rmsnorm_autograd(
-    const void* table, const char* version) noexcept {
-  const auto* found = static_cast<const rmsnorm::DirectTable*>(table);
+    const void* kernels, const char* version) noexcept {
+  const auto* found = static_cast<const rmsnorm::DirectTable*>(kernels);
   if (std::string(version) != TORCH_VERSION || found->size != sizeof *found) return nullptr;
   try {
     rmsnorm::plain_keys = at::empty({0}, at::kCPU).key_set();
   } catch (...) {
     return nullptr;
   }
-  rmsnorm::kernels = found;
+  rmsnorm::table = found;
   return &rmsnorm::kTable;
 }

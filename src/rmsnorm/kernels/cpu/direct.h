@@ -1,6 +1,7 @@
-// What the direct call of python_entry.cpp asks of the kernels: C functions over handles of tensors
-// (at::Tensor*), which stay the caller's unless they are results. A function that returns false has
-// done nothing, and the caller takes the way through torch.ops, where what is wrong is said.
+// What python_entry.cpp, the direct call, and autograd_node.cpp, its gradient, ask of the kernels,
+// and the first of the second: C functions over handles of tensors (at::Tensor*), which stay the
+// caller's unless they are results. Where one returns false, the caller takes the way through
+// torch.ops, where what is wrong is said; all but `record` have then done nothing.
 #pragma once
 
 #include <cstddef>
@@ -62,7 +63,7 @@ struct DirectTable {
 // What the direct call asks of autograd (autograd_node.cpp).
 struct AutogradTable {
   // Whether `record` can take the results of a call; an autograd.Function can in any case.
-  bool (*records)(const DirectCall& call) noexcept;
+  bool (*can_record)(const DirectCall& call) noexcept;
   // Makes the results of a forward with rstd the outputs of a node of autograd's graph. One that
   // returns false leaves results that are of no use.
   bool (*record)(const DirectCall& call, const DirectResult& result) noexcept;

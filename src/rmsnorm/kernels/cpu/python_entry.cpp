@@ -144,12 +144,9 @@ bool read_int(PyObject* object, std::int64_t& value) {
   return false;
 }
 
-// The arguments weight, eps, spec, ndim from `objects` on.
+// The arguments weight, eps, spec from `objects` on.
 bool read_norm(PyObject* const* objects, DirectCall& call) {
-  if (!optional_handle_of(objects[0], call.weight) || !read_eps(objects[1], call) ||
-      !read_int(objects[3], call.ndim)) {
-    return false;
-  }
+  if (!optional_handle_of(objects[0], call.weight) || !read_eps(objects[1], call)) return false;
   call.spec = find_spec(objects[2]);
   return call.spec != nullptr;
 }
@@ -239,7 +236,7 @@ bool run_forward(DirectCall call, DirectResult& result) {
 
 // The same, with a node in autograd's graph. False, with no results, where that cannot be.
 bool run_recorded(DirectCall call, DirectResult& result) {
-  if (!setup.autograd || !setup.autograd->records(call)) return false;
+  if (!setup.autograd || !setup.autograd->can_record(call)) return false;
   void** const places[] = {&call.x, &call.residual, &call.weight};
   call.want_rstd = true;
   const bool done = run(places, [&] {
@@ -286,7 +283,9 @@ PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
   if ((count != 5 && count != 6) || !setup.table || !surroundings_are_plain()) return declined();
   call.x = handle_of(objects[0]);
-  if (!call.x || !read_norm(objects + 1, call)) return declined();
+  if (!call.x || !read_norm(objects + 1, call) || !read_int(objects[4], call.ndim)) {
+    return declined();
+  }
   bool is_tracked = false;
   if (count == 6) {
     call.out = handle_of(objects[5]);
@@ -302,24 +301,24 @@ PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return objects[5];
 }
 
-// proven(x, weight, eps, spec, ndim, width, dtypes, trained) -> y, True or None: rms_norm for the
-// width and the dtypes that `fits` of DirectTable accepts, or for those of `trained` where there is
-// a gradient.
+// proven(x, weight, eps, spec, width, dtypes, trained) -> y, True or None: rms_norm over the last
+// dimension for the width and the dtypes that `fits` of DirectTable accepts, or for those of
+// `trained` where there is a gradient.
 PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
   std::int64_t width = 0;
-  std::int64_t dtypes[2] = {};
-  if (count != 8 || !setup.table || !surroundings_are_plain()) return declined();
+  std::int64_t dtypes = 0;
+  std::int64_t trained = 0;
+  if (count != 7 || !setup.table || !surroundings_are_plain()) return declined();
   call.x = handle_of(objects[0]);
-  if (!call.x || !read_norm(objects + 1, call) || !read_int(objects[5], width) ||
-      !read_int(objects[6], dtypes[0]) || !read_int(objects[7], dtypes[1])) {
+  call.ndim = 1;
+  if (!call.x || !read_norm(objects + 1, call) || !read_int(objects[4], width) ||
+      !read_int(objects[5], dtypes) || !read_int(objects[6], trained)) {
     return declined();
   }
   const bool differentiated = is_differentiated(call.x, call.weight);
-  if (!setup.table->fits(call.x, call.weight, width,
-                         static_cast<std::uint64_t>(dtypes[differentiated]))) {
-    return declined();
-  }
+  const auto accepted = static_cast<std::uint64_t>(differentiated ? trained : dtypes);
+  if (!setup.table->fits(call.x, call.weight, width, accepted)) return declined();
   return normalise(call, differentiated);
 }
 
@@ -328,7 +327,7 @@ bool read_add(PyObject* const* objects, Py_ssize_t count, DirectCall& call) {
   if (count != 6 || !setup.table || !surroundings_are_plain()) return false;
   call.x = handle_of(objects[0]);
   call.residual = handle_of(objects[1]);
-  return call.x && call.residual && read_norm(objects + 2, call);
+  return call.x && call.residual && read_norm(objects + 2, call) && read_int(objects[5], call.ndim);
 }
 
 // add_rms_norm(x, residual, weight, eps, spec, ndim) -> (y, sum), True or None.
@@ -371,7 +370,8 @@ PyObject* forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
     return declined();
   }
   call.x = handle_of(objects[0]);
-  if (!call.x || !optional_handle_of(objects[1], call.residual) || !read_norm(objects + 2, call)) {
+  if (!call.x || !optional_handle_of(objects[1], call.residual) || !read_norm(objects + 2, call) ||
+      !read_int(objects[5], call.ndim)) {
     return declined();
   }
   call.want_rstd = true;
@@ -392,8 +392,8 @@ PyObject* backward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   call.rstd = handle_of(objects[3]);
   if (!call.dy || !call.norm.x || !call.rstd) return declined();
   if (!optional_handle_of(objects[4], call.dresidual)) return declined();
-  PyObject* const norm[] = {objects[2], objects[5], objects[6], objects[7]};
-  if (!read_norm(norm, call.norm)) return declined();
+  PyObject* const norm[] = {objects[2], objects[5], objects[6]};
+  if (!read_norm(norm, call.norm) || !read_int(objects[7], call.norm.ndim)) return declined();
   call.need_dx = objects[8] == Py_True;
   call.need_dweight = objects[9] == Py_True;
   DirectGradients gradients;
@@ -410,9 +410,8 @@ PyObject* keys(PyObject*, PyObject*) {
 // built_with() -> the release of PyTorch, as "2.13".
 PyObject* built_with(PyObject*, PyObject*) { return PyUnicode_FromString(RMSNORM_TORCH_RELEASE); }
 
-// connect(table, autograd's table or 0, tensor type, parameter type, encode, handle offset, keys
-// offset,
-//         (tensor keys, included, excluded) plain, the same in inference mode)
+// connect(table, AutogradTable or 0, tensor type, parameter type, encode, handle offset,
+//         keys offset, (tensor keys, included, excluded) plain, the same in inference mode)
 PyObject* connect(PyObject*, PyObject* arguments) {
   Setup found;
   unsigned long long table = 0;

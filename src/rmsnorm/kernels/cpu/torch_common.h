@@ -370,7 +370,7 @@ inline Owned take_optional(StableIValue value) {
   return Owned(torch::stable::detail::to<std::optional<AtenTensorHandle>>(value).value_or(nullptr));
 }
 
-// The spec of a direct call.
+// The spec of a direct call, and its text, which a node of autograd hands to operations.
 struct DirectSpec {
   Spec spec;
   std::string text;

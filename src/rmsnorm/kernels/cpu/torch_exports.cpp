@@ -98,5 +98,5 @@ extern "C" RMSNORM_EXPORT const char* rmsnorm_cpu_isa() noexcept {
 
 extern "C" RMSNORM_EXPORT const char* rmsnorm_isa_error() noexcept { return rmsnorm::isa_error(); }
 
-// For python_entry.cpp.
+// The DirectTable, for python_entry.cpp and autograd_node.cpp.
 extern "C" RMSNORM_EXPORT const void* rmsnorm_direct() noexcept { return &rmsnorm::kTable; }

@@ -315,9 +315,8 @@ AddResult add_rms_norm(const Arguments& arguments, AtenTensorHandle residual_han
 }
 
 // The same, y into x and the sum into the residual. Where one of them has no contiguous rows, or
-// shares memory with the weight, its result is written elsewhere and copied; or, if that may not
-// be, nothing is done and false returned, as it is then where the residual's dtype is not the
-// sum's.
+// shares memory with the weight, its result is written elsewhere and copied; or, unless
+// `may_copy`, nothing is done and false returned.
 bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual_handle,
                            double alpha, bool may_copy) {
   Forward forward(arguments);
@@ -328,8 +327,6 @@ bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual
                   ", but the result of this call is ", dtype_name(call.norm.y_type));
   check_writable(x, "x");
   check_writable(residual, "residual");
-  // Whoever gives no dtype for the sum has not said that it may be rounded.
-  if (!may_copy && promote(x.type, residual.type) != residual.type) return false;
   if (forward.empty(call.norm)) return true;
   STD_TORCH_CHECK(!share_elements(x, residual),
                   "rmsnorm: x and residual overlap in memory, but each is overwritten");
@@ -539,8 +536,11 @@ bool direct_forward(const DirectCall& call, DirectResult& result) noexcept {
       if (!takes_rows(out, x, weight ? &*weight : nullptr, nullptr)) return false;
     }
     if (call.in_place) {
-      return add_rms_norm_in_place(arguments, static_cast<AtenTensorHandle>(call.residual), 1.0,
-                                   /*may_copy=*/false);
+      const auto residual = static_cast<AtenTensorHandle>(call.residual);
+      // Whoever gives no dtype for the sum has not said that it may be rounded.
+      const DType kept = View(residual, "residual").type;
+      if (promote(View(arguments.x, "x").type, kept) != kept) return false;
+      return add_rms_norm_in_place(arguments, residual, 1.0, /*may_copy=*/false);
     }
     AddResult results;
     Owned* rstd = call.want_rstd ? &results.rstd : nullptr;
