@@ -14,9 +14,9 @@ from rmsnorm.rewrite import speed
 from rmsnorm.rewrite.inspect import prefill
 from rmsnorm.rewrite.speed import (
     BEFORE,
-    COPIES,
     COMPILED,
     COMPILED_PATCHED,
+    COPIES,
     FUSED,
     NO_ADDITIONS,
     NO_NORMS,
