@@ -257,19 +257,20 @@ bool record(const DirectCall& call, const DirectResult& result) noexcept {
     const std::int64_t weight_dims = weight.defined() ? weight.dim() : 1;
     const Settings settings{call.spec, call.has_eps ? std::optional(call.eps) : std::nullopt,
                             call.ndim ? call.ndim : weight_dims};
-    if (!residual.defined()) {
-      const auto node = c10::make_intrusive<RMSNormBackward>(
-          torch::autograd::collect_next_edges(x, weight), settings);
+    namespace graph = torch::autograd;
+    const bool adds = residual.defined();
+    const auto node =
+        c10::make_intrusive<RMSNormBackward>(adds ? graph::collect_next_edges(x, residual, weight)
+                                                  : graph::collect_next_edges(x, weight),
+                                             settings);
+    graph::create_gradient_edge(y, node);
+    if (adds) {
+      Tensor& sum = *static_cast<Tensor*>(result.sum);
+      graph::create_gradient_edge(sum, node);
+      node->save(sum, true, weight, rstd);
+    } else {
       node->save(x, false, weight, rstd);
-      torch::autograd::create_gradient_edge(y, node);
-      return true;
     }
-    Tensor& sum = *static_cast<Tensor*>(result.sum);
-    const auto node = c10::make_intrusive<RMSNormBackward>(
-        torch::autograd::collect_next_edges(x, residual, weight), settings);
-    torch::autograd::create_gradient_edge(y, node);
-    torch::autograd::create_gradient_edge(sum, node);
-    node->save(sum, true, weight, rstd);
     return true;
   } catch (...) {
     return false;
