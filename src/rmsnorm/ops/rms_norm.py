@@ -444,11 +444,24 @@ def _vmap_bwd(
 
 
 def _vmap_gradients(
-    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    eps: float | None,
+    spec: str,
+    ndim: int,
+    need_dx: bool,
+    need_dweight: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     # Not torch.vmap over _gradients: PyTorch does not enter its transforms again inside of a rule.
+    tensors = dy, x, weight, rstd, dresidual
+    needs = need_dx, need_dweight, False
     composed = torch.is_grad_enabled()  # create_graph=True
-    found, dims = _vmap_bwd(info, in_dims, *arguments, False, composed=composed)
+    found, dims = _vmap_bwd(info, in_dims, *tensors, eps, spec, ndim, *needs, composed=composed)
     return found[:2], dims[:2]
 
 
