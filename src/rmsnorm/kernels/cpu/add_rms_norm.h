@@ -29,13 +29,13 @@ struct AddReader {
     return widen(sum[i]);
   }
 
+  // As RowReader's, of x; `load2` fetches the residual.
+  void fetch_pair(std::int64_t i) const { fetch<2 * Vec::kLanes * sizeof(X)>(x + i, kFetchBytes); }
+
   template <bool Split>
   void load2(std::int64_t i, Reg& a, Reg& b) const {
     static_assert(Split == kSplit);
-    const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(residual + i) + ahead;
-    for (std::size_t byte = 0; byte < 2 * Vec::kLanes * sizeof(R); byte += kCacheLine) {
-      __builtin_prefetch(reinterpret_cast<const void*>(next + byte));
-    }
+    fetch<2 * Vec::kLanes * sizeof(R)>(residual + i, ahead);
     Reg x_a, x_b;
     if constexpr (Split) {
       Vec::load_split(x + i, x_a, x_b);
@@ -185,9 +185,50 @@ class SummedRows {
   std::uintptr_t ahead_;
 };
 
+// Rows of the single pass that are of one type with their sum.
+template <class Vec, class H>
+class RowsToAdd {
+ public:
+  using Next = AddReader<Vec, H, H, H, false>;
+
+  static bool serve(const AddCall& call) {
+    return call.x.type == dtype_of<H>() && call.residual.type == dtype_of<H>() &&
+           call.alpha == 1.0 && call.x.rows.stride == 1 && call.residual.rows.stride == 1;
+  }
+
+  RowsToAdd(const AddCall& call, std::int64_t begin, int)
+      : call_(call),
+        x_(call.x.rows.outer, begin),
+        residual_(call.residual.rows.outer, begin),
+        sum_(static_cast<H*>(call.sum) + begin * call.norm.d) {}
+
+  const H* at(std::int64_t column) const { return sum_ + column; }
+  Next reader(std::int64_t column) const {
+    return {static_cast<const H*>(call_.x.data) + x_.offset() + column,
+            static_cast<const H*>(call_.residual.data) + residual_.offset() + column, sum_ + column,
+            1, kFetchBytes};
+  }
+  void next() {
+    x_.next();
+    residual_.next();
+    sum_ += call_.norm.d;
+  }
+
+ private:
+  const AddCall& call_;
+  RowCursor x_, residual_;
+  H* sum_;
+};
+
 // Never inlined, as forward_of.
 template <class Isa, class Vec, class H, bool Strided>
 [[gnu::noinline]] void add_rows(const AddCall& call, std::int64_t begin, std::int64_t end) {
+  if constexpr (!Strided && kOverlapped<Vec, H>) {
+    if (RowsToAdd<Vec, H>::serve(call) &&
+        try_overlapped<Vec, H, RowsToAdd<Vec, H>>(call, call.norm, begin, end)) {
+      return;
+    }
+  }
   normalise_rows<Vec, H, Strided, SummedRows<Isa, Vec, H, Strided>>(call, call.norm, begin, end);
 }
 

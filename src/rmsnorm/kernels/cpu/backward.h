@@ -20,6 +20,7 @@
 // leave the range of the type, is computed again in a wider one.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 #include <cstring>
 
@@ -35,6 +36,10 @@ constexpr std::int64_t kTileBytes = std::int64_t{256} << 10;  // of x and dy: th
 // bytes a way. With x, dy and dx of four of them it would hold less than is read and written at
 // once.
 constexpr std::int64_t kSamePlaces = 2048;
+// From this many bytes on a row is read together with the next one's sums (overlapped_gradient): x,
+// dy, the weight and dweight of a shorter one stay in a first-level cache of 32 KiB between its
+// sums and its gradients.
+constexpr std::int64_t kOverlapBytes = 8192;
 
 // Where element i of a part of `count` elements lies in the order of the loops. In split order the
 // even elements of each pair of registers come before the odd ones.
@@ -72,12 +77,11 @@ struct GradientAccumulators {
 template <class X, class DY>
 constexpr bool kSplitPair = std::is_same_v<X, bf16> && std::is_same_v<DY, bf16>;
 
-// The sums over the first `width` of the `count` elements of a part.
-template <class Vec, class X, class DY>
-GradientSums<typename Vec::Scalar> gradient_sums(const X* x, const DY* dy,
-                                                 const typename Vec::Scalar* weight,
-                                                 typename Vec::Scalar rstd, std::int64_t width,
-                                                 std::int64_t count) {
+// The sums over the first `width` of the `count` elements of a part. `beside`: see sum_of_squares.
+template <class Vec, class X, class DY, class Beside = Nothing>
+[[gnu::always_inline]] inline GradientSums<typename Vec::Scalar> gradient_sums(
+    const X* x, const DY* dy, const typename Vec::Scalar* weight, typename Vec::Scalar rstd,
+    std::int64_t width, std::int64_t count, const Beside& beside = {}) {
   using T = typename Vec::Scalar;
   using Reg = typename Vec::Reg;
   constexpr bool kSplit = kSplitPair<X, DY>;
@@ -92,7 +96,7 @@ GradientSums<typename Vec::Scalar> gradient_sums(const X* x, const DY* dy,
   const RowReader<Vec, X, false> x_row{x, 1};
   const RowReader<Vec, DY, false> dy_row{dy, 1};
   const Reg factors = Vec::set1(rstd);
-  const auto add_step = [&](Acc& acc, std::int64_t first) {
+  const auto add_step = [&](Acc& acc, std::int64_t first) __attribute__((always_inline)) {
     for (int r = 0; r < Acc::Acc::kRegs; r += 2) {
       const std::int64_t i = first + r * Vec::kLanes;
       Reg x_reg[2], u_reg[2];
@@ -104,12 +108,13 @@ GradientSums<typename Vec::Scalar> gradient_sums(const X* x, const DY* dy,
         acc.along.reg[r + half] = Vec::add(acc.along.reg[r + half], Vec::mul(u, xhat));
         acc.square.reg[r + half] = Vec::add(acc.square.reg[r + half], Vec::mul(u, u));
       }
+      beside(i);
     }
   };
-  const std::int64_t steps = width / Acc::kStep;
-  const Acc acc = cascade<Acc>(steps, add_step);
-  return {sum_lanes<T>(acc.along, steps * Acc::kStep, width, along),
-          sum_lanes<T>(acc.square, steps * Acc::kStep, width, square)};
+  const std::int64_t whole = whole_steps<T>(width);
+  const Acc acc = cascade<Acc>(whole / Acc::kStep, add_step);
+  return {sum_lanes<T>(acc.along, whole, width, along),
+          sum_lanes<T>(acc.square, whole, width, square)};
 }
 
 // c^2: the number of elements that the sum of squares is divided by.
@@ -117,11 +122,11 @@ inline double divisor(const BackwardCall& call) {
   return call.divide || call.eps_in == EpsIn::clamp ? static_cast<double>(call.width) : 1.0;
 }
 
-// k / c^2 * sum(u * xhat): what xhat is multiplied by. k has no value at a row of zeros, whose sum
-// is 0.
+// k / c^2 * sum(u * xhat): what xhat is multiplied by; `divisor` is c^2. k has no value at a row of
+// zeros, whose sum is 0.
 template <class T>
-T mean_along(const BackwardCall& call, T rstd, T along) {
-  const T mean = along / static_cast<T>(divisor(call));
+T mean_along(const BackwardCall& call, T divisor, T rstd, T along) {
+  const T mean = along / divisor;
   if (call.eps_in != EpsIn::root || mean == T(0)) return mean;
   return mean / (T(1) - static_cast<T>(call.eps) * rstd);
 }
@@ -139,6 +144,15 @@ bool in_range(T rstd) {
 template <class T>
 bool is_delicate(const BackwardCall& call, T rstd, const GradientSums<T>& sums, T counted, T mean) {
   constexpr bool kSingle = sizeof(T) == 4;
+  // What holds for most parts, in few instructions: all is well within range, and what is
+  // subtracted has at most an eighth of u's square, so that more is left than any limit below asks
+  // for.
+  constexpr T kWide = kSingle ? T(0x1p60) : T(0x1p400);
+  if (call.eps_in == EpsIn::mean_square && counted == sums.along && rstd >= 1 / kWide &&
+      rstd <= kWide && sums.square >= 1 / kWide && sums.square <= kWide &&
+      8 * (mean * sums.along) <= sums.square) {
+    return false;
+  }
   constexpr double kSmallest = kSingle ? 0x1p-110 : 0x1p-960;
   constexpr double kLargest = kSingle ? static_cast<double>(FLT_MAX) : 0x1p1000;
   if (!in_range(rstd)) return true;
@@ -166,81 +180,74 @@ bool is_delicate(const BackwardCall& call, T rstd, const GradientSums<T>& sums, 
 }
 
 // Several rows of one part, in the vector loops.
-template <class T>
+template <class X, class DY, class T>
 struct Tile {
-  const void* x[kTileRows];
-  const void* dy[kTileRows];
-  const void* dresidual[kTileRows];
-  void* dx[kTileRows];
+  const X* x[kTileRows];
+  const DY* dy[kTileRows];
+  const X* dresidual[kTileRows];  // or null
+  X* dx[kTileRows];               // or null
   T rstd[kTileRows];
   T mean[kTileRows];  // see mean_along
   const T* weight;
   T* dweight;
   std::int64_t count;
-  bool fresh;  // these are the first rows of their sum
-  bool stream;
   std::uintptr_t ahead_x;  // bytes from a row to the one that will be read next in its place
   std::uintptr_t ahead_dy;
 };
 
-template <class Vec, class X, class DY, int Rows, bool Dx, bool Dweight, bool Dresidual>
-void gradient_tile(const Tile<typename Vec::Scalar>& tile) {
+// The gradients of a tile.
+template <class Vec, class X, class DY, int Rows, bool Dx, bool Dweight, bool Dresidual,
+          bool Stream>
+struct Gradients {
   using T = typename Vec::Scalar;
   using Reg = typename Vec::Reg;
-  constexpr int kLanes = Vec::kLanes;
-  constexpr bool kSplit = kSplitPair<X, DY>;
-  // Copies, since the stores below might change the tile for all the compiler knows.
+  static constexpr int kLanes = Vec::kLanes;
+  static constexpr bool kSplit = kSplitPair<X, DY>;
+
   const X* x[Rows];
   const DY* dy[Rows];
   const X* dresidual[Rows];
   X* dx[Rows];
-  Reg rstd[Rows], minus_mean[Rows];
-  for (int r = 0; r < Rows; ++r) {
-    x[r] = static_cast<const X*>(tile.x[r]);
-    dy[r] = static_cast<const DY*>(tile.dy[r]);
-    dresidual[r] = static_cast<const X*>(tile.dresidual[r]);
-    dx[r] = static_cast<X*>(tile.dx[r]);
-    rstd[r] = Vec::set1(tile.rstd[r]);
-    if constexpr (Dx) minus_mean[r] = Vec::set1(-tile.mean[r]);
-  }
-  const T* weight = tile.weight;
-  T* dweight = tile.dweight;
-  const std::int64_t count = tile.count;
-  const bool fresh = tile.fresh;
-  const bool stream = tile.stream;
-  const std::uintptr_t ahead_x = tile.ahead_x;
-  const std::uintptr_t ahead_dy = tile.ahead_dy;
+  T rstd[Rows], minus_mean[Rows];
+  const T* weight;
+  T* dweight;
 
-  std::int64_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+  // A copy, since the stores might change the tile for all the compiler knows.
+  explicit Gradients(const Tile<X, DY, T>& tile) : weight(tile.weight), dweight(tile.dweight) {
+    for (int r = 0; r < Rows; ++r) {
+      x[r] = tile.x[r];
+      dy[r] = tile.dy[r];
+      dresidual[r] = tile.dresidual[r];
+      dx[r] = tile.dx[r];
+      rstd[r] = tile.rstd[r];
+      minus_mean[r] = Dx ? -tile.mean[r] : T(0);
+    }
+  }
+
+  // Two registers of elements of each row, from number i on.
+  [[gnu::always_inline]] void pair(std::int64_t i) const {
     Reg w[2], sum[2];
     if constexpr (Dx) {
       w[0] = Vec::load(weight + i);
       w[1] = Vec::load(weight + i + kLanes);
     }
     if constexpr (Dweight) {
-      sum[0] = fresh ? Vec::zero() : Vec::load(dweight + i);
-      sum[1] = fresh ? Vec::zero() : Vec::load(dweight + i + kLanes);
+      sum[0] = Vec::load(dweight + i);
+      sum[1] = Vec::load(dweight + i + kLanes);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const std::uintptr_t next_x = reinterpret_cast<std::uintptr_t>(x[r] + i) + ahead_x;
-      for (std::size_t byte = 0; byte < 2 * kLanes * sizeof(X); byte += kCacheLine) {
-        __builtin_prefetch(reinterpret_cast<const void*>(next_x + byte));
-      }
-      const std::uintptr_t next_dy = reinterpret_cast<std::uintptr_t>(dy[r] + i) + ahead_dy;
-      for (std::size_t byte = 0; byte < 2 * kLanes * sizeof(DY); byte += kCacheLine) {
-        __builtin_prefetch(reinterpret_cast<const void*>(next_dy + byte));
-      }
+      const Reg factors = Vec::set1(rstd[r]);
       Reg xhat[2], g[2];
       RowReader<Vec, X, false>{x[r], 1}.template load2<kSplit>(i, xhat[0], xhat[1]);
       RowReader<Vec, DY, false>{dy[r], 1}.template load2<kSplit>(i, g[0], g[1]);
       for (int half = 0; half < 2; ++half) {
-        xhat[half] = Vec::mul(xhat[half], rstd[r]);
+        xhat[half] = Vec::mul(xhat[half], factors);
         if constexpr (Dweight) sum[half] = Vec::add(sum[half], Vec::mul(g[half], xhat[half]));
         if constexpr (Dx) {
           const Reg u = Vec::mul(g[half], w[half]);
-          g[half] = Vec::mul(rstd[r], Vec::add(u, Vec::mul(xhat[half], minus_mean[r])));
+          const Reg away = Vec::mul(xhat[half], Vec::set1(minus_mean[r]));
+          g[half] = Vec::mul(factors, Vec::add(u, away));
         }
       }
       if constexpr (Dx && Dresidual) {
@@ -250,66 +257,133 @@ void gradient_tile(const Tile<typename Vec::Scalar>& tile) {
         g[1] = Vec::add(g[1], besides[1]);
       }
       if constexpr (Dx && kSplit) {
-        if (stream) {
-          Vec::template store_split<true>(dx[r] + i, g[0], g[1]);
-        } else {
-          Vec::template store_split<false>(dx[r] + i, g[0], g[1]);
-        }
+        Vec::template store_split<Stream>(dx[r] + i, g[0], g[1]);
+      } else if constexpr (Dx && Stream) {
+        Vec::stream2(dx[r] + i, g[0], g[1]);
       } else if constexpr (Dx) {
-        if (stream) {
-          Vec::stream2(dx[r] + i, g[0], g[1]);
-        } else {
-          Vec::store2(dx[r] + i, g[0], g[1]);
-        }
+        Vec::store2(dx[r] + i, g[0], g[1]);
       }
     }
     if constexpr (Dweight) Vec::store2(dweight + i, sum[0], sum[1]);
   }
-  for (; i < count; ++i) {
-    T sum = Dweight && !fresh ? dweight[i] : T(0);
-    for (int r = 0; r < Rows; ++r) {
-      const T xhat = widen(x[r][i]) * tile.rstd[r];
-      const T g = widen(dy[r][i]);
-      if constexpr (Dweight) sum += g * xhat;
-      if constexpr (Dx) {
-        T result = tile.rstd[r] * (g * weight[i] + xhat * -tile.mean[r]);
-        if constexpr (Dresidual) result += widen(dresidual[r][i]);
-        dx[r][i] = narrow<X>(result);
+
+  // The elements from number i on.
+  void rest(std::int64_t i, std::int64_t count) const {
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) pair(i);
+    for (; i < count; ++i) {
+      T sum = Dweight ? dweight[i] : T(0);
+      for (int r = 0; r < Rows; ++r) {
+        const T xhat = widen(x[r][i]) * rstd[r];
+        const T g = widen(dy[r][i]);
+        if constexpr (Dweight) sum += g * xhat;
+        if constexpr (Dx) {
+          T result = rstd[r] * (g * weight[i] + xhat * minus_mean[r]);
+          if constexpr (Dresidual) result += widen(dresidual[r][i]);
+          dx[r][i] = narrow<X>(result);
+        }
       }
+      if constexpr (Dweight) dweight[i] = sum;
     }
-    if constexpr (Dweight) dweight[i] = sum;
   }
+};
+
+template <class Vec, class X, class DY, int Rows, bool Dx, bool Dweight, bool Dresidual,
+          bool Stream>
+void gradient_tile(const Tile<X, DY, typename Vec::Scalar>& tile) {
+  constexpr int kPair = 2 * Vec::kLanes;
+  const Gradients<Vec, X, DY, Rows, Dx, Dweight, Dresidual, Stream> gradients(tile);
+  const std::int64_t count = tile.count;
+  const std::uintptr_t ahead_x = tile.ahead_x;
+  const std::uintptr_t ahead_dy = tile.ahead_dy;
+  std::int64_t i = 0;
+#pragma GCC unroll 2
+  for (; i + kPair <= count; i += kPair) {
+    for (int r = 0; r < Rows; ++r) {
+      fetch<kPair * sizeof(X)>(gradients.x[r] + i, ahead_x);
+      fetch<kPair * sizeof(DY)>(gradients.dy[r] + i, ahead_dy);
+    }
+    gradients.pair(i);
+  }
+  gradients.rest(i, count);
 }
 
-template <class T>
-using TileLoop = void (*)(const Tile<T>&);
+template <class Vec, class X, class DY>
+using TileLoop = void (*)(const Tile<X, DY, typename Vec::Scalar>&);
+
+// A part that comes after a tile of one row.
+template <class X, class DY, class T>
+struct NextPart {
+  const X* x;  // or null: there is none
+  const DY* dy;
+  const T* weight;
+  T rstd;
+};
+
+// The gradients of a tile of one row, and beside them the sums of the next part, so that the memory
+// is read and written at once.
+template <class Vec, class X, class DY, bool Dweight, bool Dresidual, bool Stream>
+GradientSums<typename Vec::Scalar> overlapped_gradient(
+    const Tile<X, DY, typename Vec::Scalar>& tile,
+    const NextPart<X, DY, typename Vec::Scalar>& next) {
+  using T = typename Vec::Scalar;
+  constexpr int kPair = 2 * Vec::kLanes;
+  const Gradients<Vec, X, DY, 1, true, Dweight, Dresidual, Stream> gradients(tile);
+  const X* x = next.x;
+  const DY* dy = next.dy;
+  const std::int64_t count = tile.count;
+  const auto beside = [&](std::int64_t i) __attribute__((always_inline)) {
+    if constexpr (Stream) {
+      fetch<kPair * sizeof(X)>(x + i, kFetchBytes);
+      fetch<kPair * sizeof(DY)>(dy + i, kFetchBytes);
+    }
+    gradients.pair(i);
+  };
+  const GradientSums<T> sums =
+      gradient_sums<Vec>(x, dy, next.weight, next.rstd, count, count, beside);
+  gradients.rest(whole_steps<T>(count), count);
+  return sums;
+}
+
+template <class Vec, class X, class DY, class T = typename Vec::Scalar>
+using OverlappedLoop = GradientSums<T> (*)(const Tile<X, DY, T>&, const NextPart<X, DY, T>&);
+
+// Which loops a call takes: what it asks for, as constants.
+template <class Loop, class Pick>
+Loop pick_gradients(const BackwardCall& call, const Pick& pick) {
+  const auto with_store = [&]<bool Stream>() -> Loop {
+    if (call.dresidual.data) {
+      return call.dweight ? pick.template operator()<true, true, Stream>()
+                          : pick.template operator()<false, true, Stream>();
+    }
+    return call.dweight ? pick.template operator()<true, false, Stream>()
+                        : pick.template operator()<false, false, Stream>();
+  };
+  return call.stream ? with_store.template operator()<true>()
+                     : with_store.template operator()<false>();
+}
 
 template <class Vec, class X, class DY, int Rows>
-TileLoop<typename Vec::Scalar> pick_tile(bool dx, bool dweight, bool dresidual) {
-  if (!dx) return &gradient_tile<Vec, X, DY, Rows, false, true, false>;
-  if (dresidual) {
-    return dweight ? &gradient_tile<Vec, X, DY, Rows, true, true, true>
-                   : &gradient_tile<Vec, X, DY, Rows, true, false, true>;
-  }
-  return dweight ? &gradient_tile<Vec, X, DY, Rows, true, true, false>
-                 : &gradient_tile<Vec, X, DY, Rows, true, false, false>;
+TileLoop<Vec, X, DY> pick_tile(const BackwardCall& call) {
+  using Loop = TileLoop<Vec, X, DY>;
+  if (!call.dx) return &gradient_tile<Vec, X, DY, Rows, false, true, false, false>;
+  return pick_gradients<Loop>(call, []<bool Dweight, bool Dresidual, bool Stream>() -> Loop {
+    return &gradient_tile<Vec, X, DY, Rows, true, Dweight, Dresidual, Stream>;
+  });
 }
 
 // dbias += dy, for one row of one part.
 template <class Vec, class DY, bool Split>
-void add_to_bias(const DY* dy, std::int64_t count, bool fresh, typename Vec::Scalar* dbias) {
-  using T = typename Vec::Scalar;
+void add_to_bias(const DY* dy, std::int64_t count, typename Vec::Scalar* dbias) {
   using Reg = typename Vec::Reg;
   constexpr int kLanes = Vec::kLanes;
-  const Reg zero = Vec::zero();
   std::int64_t i = 0;
   for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
     Reg a, b;
     RowReader<Vec, DY, false>{dy, 1}.template load2<Split>(i, a, b);
-    Vec::store2(dbias + i, Vec::add(fresh ? zero : Vec::load(dbias + i), a),
-                Vec::add(fresh ? zero : Vec::load(dbias + i + kLanes), b));
+    Vec::store2(dbias + i, Vec::add(Vec::load(dbias + i), a),
+                Vec::add(Vec::load(dbias + i + kLanes), b));
   }
-  for (; i < count; ++i) dbias[i] = (fresh ? T(0) : dbias[i]) + widen(dy[i]);
+  for (; i < count; ++i) dbias[i] += widen(dy[i]);
 }
 
 // A type in which what cancels in T still has digits, and in which no square of a T overflows.
@@ -556,11 +630,9 @@ struct ChunkSums {
 
 // A part of one row whose xhat and dy are at hand in order adds to dweight.
 template <class Vec, class T>
-void add_products(const T* dy, const T* xhat, bool split, std::int64_t count, bool fresh,
-                  T* dweight) {
+void add_products(const T* dy, const T* xhat, bool split, std::int64_t count, T* dweight) {
   for (std::int64_t i = 0; i < count; ++i) {
-    T& sum = dweight[position<Vec>(split, i, count)];
-    sum = (fresh ? T(0) : sum) + dy[i] * xhat[i];
+    dweight[position<Vec>(split, i, count)] += dy[i] * xhat[i];
   }
 }
 
@@ -571,65 +643,88 @@ class DirectRows {
   static constexpr bool kSplit = kSplitPair<X, DY>;
   // Of wide elements a row takes so long that what is loaded once for several is not missed.
   static constexpr int kMostRows = sizeof(X) == 2 ? kTileRows : 1;
+  static constexpr bool kMayOverlap = kOverlapped<Vec, X> && kOverlapped<Vec, DY>;
 
  public:
-  DirectRows(const BackwardCall& call, const Scratch<T>&)
+  // For rows up to number `end`.
+  DirectRows(const BackwardCall& call, const Scratch<T>&, std::int64_t end)
       : call_(call),
+        end_(end),
         part_(call.d / call.groups),
-        one_(pick_tile<Vec, X, DY, 1>(call.dx, call.dweight, call.dresidual.data)),
-        several_(pick_tile<Vec, X, DY, kMostRows>(call.dx, call.dweight, call.dresidual.data)) {
+        one_(pick_tile<Vec, X, DY, 1>(call)),
+        several_(pick_tile<Vec, X, DY, kMostRows>(call)) {
     const std::int64_t row_bytes = part_ * static_cast<std::int64_t>(sizeof(X) + sizeof(DY));
     const bool fits = kMostRows * row_bytes <= kTileBytes;
     const bool spread = call.d * static_cast<std::int64_t>(sizeof(X)) % kSamePlaces != 0;
     tile_rows_ = fits && spread ? kMostRows : 1;
+    if constexpr (kMayOverlap) {
+      if (call.dx && part_ * static_cast<std::int64_t>(sizeof(X)) >= kOverlapBytes) {
+        using Loop = OverlappedLoop<Vec, X, DY>;
+        const auto pick = []<bool Dweight, bool Dresidual, bool Stream>() -> Loop {
+          return &overlapped_gradient<Vec, X, DY, Dweight, Dresidual, Stream>;
+        };
+        overlapped_ = pick_gradients<Loop>(call, pick);
+      }
+    }
   }
 
   // Rows [begin, end) of a chunk; the cursors stand at `begin`, and at `end` afterwards.
   void run(std::int64_t begin, std::int64_t end, Cursors& cursors, const ChunkSums<T>& sums) {
-    for (std::int64_t row = begin; row < end;) {
-      const int rows = end - row >= tile_rows_ ? tile_rows_ : 1;
-      const Sources sources = take(row, rows, cursors);
-      for (std::int64_t group = 0; group < call_.groups; ++group) {
-        const std::int64_t column = group * part_;
-        if (call_.dx || sums.dweight) {
-          T* dweight = sums.dweight ? sums.dweight + column : nullptr;
-          one_part(sources, row, rows, group, row == begin, dweight);
-        }
-        for (int r = 0; r < rows && sums.dbias; ++r) {
-          add_to_bias<Vec, DY, kSplit>(sources.dy[r] + column, part_, row + r == begin,
-                                       sums.dbias + column);
-        }
+    std::int64_t row = begin;
+    if constexpr (kMostRows > 1) {
+      for (; tile_rows_ > 1 && row + kMostRows <= end; row += kMostRows) {
+        rows_at<kMostRows>(row, cursors, sums);
       }
-      row += rows;
     }
+    for (; row < end; ++row) rows_at<1>(row, cursors, sums);
   }
 
  private:
-  // Where the rows of a tile lie.
-  struct Sources {
-    const X* x[kTileRows];
-    const DY* dy[kTileRows];
-    const X* dresidual[kTileRows];
-    std::uintptr_t ahead_x;
-    std::uintptr_t ahead_dy;
-  };
-
-  // The rows at the cursors, which move on.
-  Sources take(std::int64_t row, int rows, Cursors& cursors) const {
+  // Some rows from the cursors on, which move behind them.
+  template <int Rows>
+  void rows_at(std::int64_t row, Cursors& cursors, const ChunkSums<T>& sums) {
     const X* x = static_cast<const X*>(call_.x.data);
     const DY* dy = static_cast<const DY*>(call_.dy.data);
     const X* dresidual = static_cast<const X*>(call_.dresidual.data);
-    Sources sources;
-    for (int r = 0; r < rows; ++r) {
-      sources.x[r] = x + cursors.x.offset();
-      sources.dy[r] = dy + cursors.dy.offset();
-      sources.dresidual[r] = dresidual ? dresidual + cursors.dresidual.offset() : nullptr;
+    Tile<X, DY, T> tile;
+    for (int r = 0; r < Rows; ++r) {
+      tile.x[r] = x + cursors.x.offset();
+      tile.dy[r] = dy + cursors.dy.offset();
+      tile.dresidual[r] = dresidual ? dresidual + cursors.dresidual.offset() : nullptr;
+      tile.dx[r] = call_.dx ? static_cast<X*>(call_.dx) + (row + r) * call_.d : nullptr;
       cursors.next();
     }
-    const bool more = row + rows < call_.rows;
-    sources.ahead_x = more ? distance(sources.x[0], x + cursors.x.offset()) : 0;
-    sources.ahead_dy = more ? distance(sources.dy[0], dy + cursors.dy.offset()) : 0;
-    return sources;
+    tile.count = part_;
+    const bool more = row + Rows < call_.rows;
+    const X* next_x = more ? x + cursors.x.offset() : tile.x[0];
+    const DY* next_dy = more ? dy + cursors.dy.offset() : tile.dy[0];
+    tile.ahead_x = distance(tile.x[0], next_x);
+    tile.ahead_dy = distance(tile.dy[0], next_dy);
+
+    for (std::int64_t group = 0;; ++group) {
+      const std::int64_t column = group * part_;
+      tile.weight = weight_ + column;
+      tile.dweight = sums.dweight ? sums.dweight + column : nullptr;
+      const bool last = group + 1 == call_.groups;
+      NextPart<X, DY, T> next{};
+      if (overlapped_ && !last) {
+        next = {tile.x[0] + part_, tile.dy[0] + part_, tile.weight + part_,
+                rstd_of<T>(call_, row, group + 1)};
+      } else if (overlapped_ && row + 1 < end_) {
+        next = {next_x, next_dy, weight_, rstd_of<T>(call_, row + 1, 0)};
+      }
+      if (call_.dx || sums.dweight) one_part<Rows>(tile, row, group, next);
+      for (int r = 0; r < Rows && sums.dbias; ++r) {
+        add_to_bias<Vec, DY, kSplit>(tile.dy[r], part_, sums.dbias + column);
+      }
+      if (last) return;
+      for (int r = 0; r < Rows; ++r) {
+        tile.x[r] += part_;
+        tile.dy[r] += part_;
+        if (dresidual) tile.dresidual[r] += part_;
+        if (call_.dx) tile.dx[r] += part_;
+      }
+    }
   }
 
   // Unsigned: it wraps around, and back when it is added.
@@ -637,71 +732,69 @@ class DirectRows {
     return reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from);
   }
 
-  // One part of the rows of a tile.
-  void one_part(const Sources& sources, std::int64_t row, int rows, std::int64_t group, bool fresh,
-                T* dweight) {
-    const std::int64_t column = group * part_;
-    Tile<T> tile;
-    tile.weight = static_cast<const T*>(call_.weight) + column;
-    tile.dweight = dweight;
-    tile.count = part_;
-    tile.fresh = fresh;
-    tile.stream = call_.stream;
-    tile.ahead_x = sources.ahead_x;
-    tile.ahead_dy = sources.ahead_dy;
-    bool delicate[kTileRows];
+  // One part of the rows of a tile, and the sums of the next one.
+  template <int Rows>
+  void one_part(Tile<X, DY, T>& tile, std::int64_t row, std::int64_t group,
+                const NextPart<X, DY, T>& next) {
+    bool delicate[Rows];
     bool any_delicate = false;
-    for (int r = 0; r < rows; ++r) {
-      const X* x = sources.x[r] + column;
-      const DY* dy = sources.dy[r] + column;
+    for (int r = 0; r < Rows; ++r) {
       const T rstd = rstd_of<T>(call_, row + r, group);
-      tile.x[r] = x;
-      tile.dy[r] = dy;
-      tile.dresidual[r] = sources.dresidual[r] ? sources.dresidual[r] + column : nullptr;
-      tile.dx[r] = call_.dx ? static_cast<X*>(call_.dx) + (row + r) * call_.d + column : nullptr;
       tile.rstd[r] = rstd;
       if (call_.dx) {
-        const auto found = gradient_sums<Vec>(x, dy, tile.weight, rstd, part_, part_);
-        tile.mean[r] = mean_along(call_, rstd, found.along);
+        const GradientSums<T> found =
+            sums_known_ ? sums_ : sums_of(tile.x[r], tile.dy[r], tile.weight, rstd);
+        sums_known_ = false;
+        tile.mean[r] = mean_along(call_, divisor_, rstd, found.along);
         delicate[r] = is_delicate(call_, rstd, found, found.along, tile.mean[r]);
       } else {
         delicate[r] = !in_range(rstd);
       }
       any_delicate |= delicate[r];
     }
-    if (__builtin_expect(!any_delicate, 1)) return (rows == 1 ? one_ : several_)(tile);
-    for (int r = 0; r < rows; ++r) one_row(tile, r, delicate[r]);
+    if (__builtin_expect(any_delicate, 0)) {
+      for (int r = 0; r < Rows; ++r) one_row(tile, r, delicate[r]);
+    } else if (kMayOverlap && next.x) {
+      sums_ = overlapped_(tile, next);
+      sums_known_ = true;
+    } else {
+      (Rows == 1 ? one_ : several_)(tile);
+    }
+  }
+
+  [[gnu::noinline]] GradientSums<T> sums_of(const X* x, const DY* dy, const T* weight,
+                                            T rstd) const {
+    return gradient_sums<Vec>(x, dy, weight, rstd, part_, part_);
   }
 
   // Row `r` of the tile alone.
-  void one_row(const Tile<T>& tile, int r, bool delicate) {
-    Tile<T> single = tile;
+  void one_row(const Tile<X, DY, T>& tile, int r, bool delicate) {
+    Tile<X, DY, T> single = tile;
     single.x[0] = tile.x[r];
     single.dy[0] = tile.dy[r];
     single.dresidual[0] = tile.dresidual[r];
     single.dx[0] = tile.dx[r];
     single.rstd[0] = tile.rstd[r];
     single.mean[0] = tile.mean[r];
-    single.fresh = tile.fresh && r == 0;
     if (delicate && redo(single)) return;
     one_(single);
   }
 
-  [[gnu::noinline]] bool redo(const Tile<T>& tile) {
+  [[gnu::noinline]] bool redo(const Tile<X, DY, T>& tile) {
     // Rare: no call pays for this memory in advance.
     struct Memory {
       T* data;
       ~Memory() { delete[] data; }
     } const memory{new T[static_cast<std::size_t>(kPartRows * part_)]};
     const PartArrays<T> arrays(memory.data, part_);
-    read_as<Vec>(static_cast<const X*>(tile.x[0]), 1, part_, arrays.x);
-    read_as<Vec>(static_cast<const DY*>(tile.dy[0]), 1, part_, arrays.dy);
+    read_as<Vec>(tile.x[0], 1, part_, arrays.x);
+    read_as<Vec>(tile.dy[0], 1, part_, arrays.dy);
     for (std::int64_t i = 0; i < part_; ++i) {
       arrays.weight[i] = tile.weight[position<Vec>(kSplit, i, part_)];
     }
     const T* dresidual = nullptr;
     if (tile.dresidual[0]) {
-      read_as<Vec>(static_cast<const X*>(tile.dresidual[0]), 1, part_, arrays.dresidual);
+      read_as<Vec>(tile.dresidual[0], 1, part_, arrays.dresidual);
       dresidual = arrays.dresidual;
     }
     const PlainPart<T> plain{.x = arrays.x,
@@ -717,15 +810,21 @@ class DirectRows {
     if (!redo_gradient(call_, plain, part_)) return false;
     if (tile.dx[0]) store_as<X>(arrays.dx, part_, tile.dx[0], 0);
     if (tile.dweight) {
-      add_products<Vec>(arrays.dy, arrays.xhat, kSplit, part_, tile.fresh, tile.dweight);
+      add_products<Vec>(arrays.dy, arrays.xhat, kSplit, part_, tile.dweight);
     }
     return true;
   }
 
   const BackwardCall& call_;
+  const std::int64_t end_;
   const std::int64_t part_;
-  const TileLoop<T> one_;
-  const TileLoop<T> several_;
+  const T* const weight_ = static_cast<const T*>(call_.weight);
+  const T divisor_ = static_cast<T>(divisor(call_));
+  const TileLoop<Vec, X, DY> one_;
+  const TileLoop<Vec, X, DY> several_;
+  OverlappedLoop<Vec, X, DY> overlapped_ = nullptr;
+  GradientSums<T> sums_{};  // of the part that comes next, if they are known
+  bool sums_known_ = false;
   int tile_rows_;
 };
 
@@ -735,23 +834,31 @@ class StagedRows {
   using T = typename Vec::Scalar;
 
  public:
-  StagedRows(const BackwardCall& call, const Scratch<T>& scratch)
+  StagedRows(const BackwardCall& call, const Scratch<T>& scratch, std::int64_t)
       : call_(call),
         part_(call.d / call.groups),
         arrays_(scratch.parts, part_),
-        tile_(pick_tile<Vec, T, T, 1>(true, call.dweight, call.dresidual.data)) {}
+        tile_(pick_tile<Vec, T, T, 1>(staged(call))) {}
 
   void run(std::int64_t begin, std::int64_t end, Cursors& cursors, const ChunkSums<T>& sums) {
     for (std::int64_t row = begin; row < end; ++row) {
       for (std::int64_t group = 0; group < call_.groups; ++group) {
-        one_part(row, group, cursors, row == begin, sums);
+        one_part(row, group, cursors, sums);
       }
       cursors.next();
     }
   }
 
  private:
-  void one_part(std::int64_t row, std::int64_t group, const Cursors& cursors, bool fresh,
+  // The call of the vector loop, which writes to the arrays.
+  static BackwardCall staged(const BackwardCall& call) {
+    BackwardCall result = call;
+    result.dx = result.dx ? result.dx : &result;
+    result.stream = false;
+    return result;
+  }
+
+  void one_part(std::int64_t row, std::int64_t group, const Cursors& cursors,
                 const ChunkSums<T>& sums) {
     const std::int64_t column = group * part_;
     const T* weight = static_cast<const T*>(call_.weight) + column;
@@ -759,7 +866,7 @@ class StagedRows {
     read_part<Vec>(call_.x, cursors.x.offset(), column, part_, arrays_.x);
     read_part<Vec>(call_.dy, cursors.dy.offset(), column, part_, arrays_.dy);
     if (sums.dbias) {
-      add_to_bias<Vec, T, false>(arrays_.dy, part_, fresh, sums.dbias + column);
+      add_to_bias<Vec, T, false>(arrays_.dy, part_, sums.dbias + column);
     }
     const T* x = arrays_.x;
     const T* dy = arrays_.dy;
@@ -782,7 +889,7 @@ class StagedRows {
     const GradientSums<T> found = gradient_sums<Vec>(x, dy, weight, rstd, part_, part_);
     const T counted =
         width == part_ ? found.along : gradient_sums<Vec>(x, dy, weight, rstd, width, part_).along;
-    const T mean = mean_along(call_, rstd, found.along);
+    const T mean = mean_along(call_, static_cast<T>(divisor(call_)), rstd, found.along);
     const PlainPart<T> plain{.x = arrays_.x,
                              .dy = arrays_.dy,
                              .weight = weight,
@@ -796,9 +903,9 @@ class StagedRows {
     const bool redone =
         is_delicate(call_, rstd, found, counted, mean) && redo_gradient(call_, plain, part_);
     if (redone) {
-      if (dweight) add_products<Vec>(dy, arrays_.xhat, false, part_, fresh, dweight);
+      if (dweight) add_products<Vec>(dy, arrays_.xhat, false, part_, dweight);
     } else {
-      Tile<T> tile;
+      Tile<T, T, T> tile;
       tile.x[0] = x;
       tile.dy[0] = dy;
       tile.dresidual[0] = dresidual;
@@ -808,8 +915,6 @@ class StagedRows {
       tile.weight = weight;
       tile.dweight = dweight;
       tile.count = width;
-      tile.fresh = fresh;
-      tile.stream = false;
       tile.ahead_x = tile.ahead_dy = 0;
       tile_(tile);
       for (std::int64_t i = 0; i < part_; ++i) arrays_.xhat[i] = x[i] * rstd;
@@ -817,7 +922,7 @@ class StagedRows {
       for (std::int64_t i = width; i < part_; ++i) {
         arrays_.dx[i] = rstd * (dy[i] * weight[i]);
         if (dresidual) arrays_.dx[i] += dresidual[i];
-        if (dweight) dweight[i] = (fresh ? T(0) : dweight[i]) + dy[i] * arrays_.xhat[i];
+        if (dweight) dweight[i] += dy[i] * arrays_.xhat[i];
       }
     }
     finish(row, column, weight, redone && plain.gate && plain.gate_before);
@@ -846,7 +951,7 @@ class StagedRows {
   const BackwardCall& call_;
   const std::int64_t part_;
   const PartArrays<T> arrays_;
-  const TileLoop<T> tile_;
+  const TileLoop<Vec, T, T> tile_;
 };
 
 template <class T>
@@ -857,7 +962,8 @@ void add_to(T* sums, const T* more, std::int64_t count) {
 template <class T, class RowsOfCall>
 void backward_blocks(const BackwardCall& call, std::int64_t begin, std::int64_t end,
                      const Scratch<T>& scratch) {
-  RowsOfCall rows(call, scratch);
+  const std::int64_t end_row = end * call.block_rows;
+  RowsOfCall rows(call, scratch, end_row < call.rows ? end_row : call.rows);
   Cursors cursors(call, begin * call.block_rows);
   for (std::int64_t block = begin; block < end; ++block) {
     const std::int64_t first = block * call.block_rows;
@@ -871,6 +977,8 @@ void backward_blocks(const BackwardCall& call, std::int64_t begin, std::int64_t 
       const bool opens = row == first;
       const ChunkSums<T> sums{dweight ? (opens ? dweight : scratch.dweight) : nullptr,
                               dbias ? (opens ? dbias : scratch.dbias) : nullptr};
+      if (dweight) std::fill_n(sums.dweight, call.d, T(0));
+      if (dbias) std::fill_n(sums.dbias, call.d, T(0));
       rows.run(row, until, cursors, sums);
       if (!opens && dweight) add_to(dweight, scratch.dweight, call.d);
       if (!opens && dbias) add_to(dbias, scratch.dbias, call.d);

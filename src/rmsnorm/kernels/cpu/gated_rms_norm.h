@@ -61,7 +61,7 @@ template <class Vec>
   using T = typename Vec::Scalar;
   const ForwardCall& norm = call.norm;
   const std::int64_t part = norm.d / norm.groups;
-  const ScaleRow<T> scale = pick_scale<Vec, T>(norm);
+  const auto scale = pick_scale<Vec, T>(norm);
   const std::int64_t weight_size = norm.weight ? element_size(norm.weight_type) : 0;
   const std::int64_t y_size = element_size(norm.y_type);
   RowCursor x(call.x.rows.outer, begin);
@@ -79,7 +79,7 @@ template <class Vec>
       } else if (scale) {
         scale(staged, rstd, static_cast<const char*>(norm.weight) + column * weight_size,
               static_cast<T>(norm.offset),
-              static_cast<char*>(norm.y) + (row * norm.d + column) * y_size, part, 0);
+              static_cast<char*>(norm.y) + (row * norm.d + column) * y_size, part, nullptr, 0);
       } else {
         finish_slowly<T>(norm, column, column + part, row,
                          [&](std::int64_t i) { return staged[i] * rstd; });

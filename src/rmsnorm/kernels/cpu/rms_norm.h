@@ -6,17 +6,24 @@
 #pragma once
 
 #include <cfloat>
+#include <utility>
 
 #include "rows.h"
 
 namespace rmsnorm {
 namespace {
 
-// sum(x^2) of a row of `width` elements, in PyTorch's order. Each element is read once. Inlined, as
+struct Nothing {
+  void operator()(std::int64_t) const {}
+};
+
+// sum(x^2) of a row of `width` elements, in PyTorch's order. Each element is read once. Does
+// `beside(i)` for each pair of registers, of elements from number i on, in whole steps. Inlined, as
 // what it is made of: see `cascade`.
-template <class Vec, bool Split, class Reader>
+template <class Vec, bool Split, class Reader, class Beside = Nothing>
 [[gnu::always_inline]] inline typename Vec::Scalar sum_of_squares(const Reader& row,
-                                                                  std::int64_t width) {
+                                                                  std::int64_t width,
+                                                                  const Beside& beside = {}) {
   using T = typename Vec::Scalar;
   using Acc = Accumulators<Vec, Split>;
   const auto square = [&row](std::int64_t i) {
@@ -25,16 +32,18 @@ template <class Vec, bool Split, class Reader>
   };
   if (width < Acc::kLanes) return sum_short<T>(width, square);
   // Squares are rounded before they are added: no fused multiply-add.
-  const auto add_step = [&row](Acc& acc, std::int64_t first) {
+  const auto add_step = [&](Acc& acc, std::int64_t first) __attribute__((always_inline)) {
     for (int r = 0; r < Acc::kRegs; r += 2) {
+      const std::int64_t i = first + r * Vec::kLanes;
       typename Vec::Reg a, b;
-      row.template load2<Split>(first + r * Vec::kLanes, a, b);
+      row.template load2<Split>(i, a, b);
       acc.reg[r] = Vec::add(acc.reg[r], Vec::mul(a, a));
       acc.reg[r + 1] = Vec::add(acc.reg[r + 1], Vec::mul(b, b));
+      beside(i);
     }
   };
-  const std::int64_t steps = width / Acc::kStep;
-  return sum_lanes<T>(cascade<Acc>(steps, add_step), steps * Acc::kStep, width, square);
+  const std::int64_t whole = whole_steps<T>(width);
+  return sum_lanes<T>(cascade<Acc>(whole / Acc::kStep, add_step), whole, width, square);
 }
 
 inline float square_root(float value) { return __builtin_sqrtf(value); }
@@ -116,6 +125,11 @@ RescaledRow rescale(const ForwardCall& call, const Reader& row, std::int64_t wid
     }
   }
   return result;
+}
+
+template <class Vec, class X, class Reader>
+[[gnu::noinline]] typename Vec::Scalar sum_of_part(const Reader& reader, std::int64_t count) {
+  return sum_of_squares<Vec, std::is_same_v<X, bf16>>(reader, count);
 }
 
 constexpr int kChunk = 256;
@@ -241,34 +255,27 @@ template <class T, class Reader>
 
 struct NoWeight {};
 
-constexpr std::size_t kCacheLine = 64;
-
-// y = ((x * rstd) rounded to Xhat) * (weight + offset), rounded to Y; contiguous. Fetches what lies
-// `ahead` bytes from x, where the next statistics will read: this loop alone leaves the memory
-// idle.
+// y = ((x * rstd) rounded to Xhat) * (weight + offset), rounded to Y; contiguous.
 template <class Vec, class X, class W, class Y, class Xhat, bool Offset, bool Stream>
-void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
-               typename Vec::Scalar offset, void* y_, std::int64_t count, std::uintptr_t ahead) {
+struct Scaling {
   using T = typename Vec::Scalar;
   using Reg = typename Vec::Reg;
-  constexpr int kLanes = Vec::kLanes;
-  constexpr bool kWeighted = !std::is_same_v<W, NoWeight>;
+  static constexpr int kLanes = Vec::kLanes;
+  static constexpr bool kWeighted = !std::is_same_v<W, NoWeight>;
   // In a split pair of registers the even elements come before the odd ones: cheaper to take apart
   // and to join, and no arithmetic here looks at an element's neighbours. The stores of split pairs
   // rely on every NaN coming from a bf16, whose lower half is zero.
-  constexpr bool kSplit =
+  static constexpr bool kSplit =
       std::is_same_v<X, bf16> && std::is_same_v<Y, bf16> && (!kWeighted || std::is_same_v<W, bf16>);
-  const X* x = static_cast<const X*>(x_);
-  const W* weight = static_cast<const W*>(weight_);
-  Y* y = static_cast<Y*>(y_);
-  const Reg factors = Vec::set1(rstd);
-  const Reg offsets = Vec::set1(offset);
-  std::int64_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(x + i) + ahead;
-    for (std::size_t byte = 0; byte < 2 * kLanes * sizeof(X); byte += kCacheLine) {
-      __builtin_prefetch(reinterpret_cast<const void*>(next + byte));
-    }
+
+  const X* x;
+  const W* weight;
+  Y* y;
+  T rstd, offset;
+
+  // Two registers of elements, from number i on.
+  [[gnu::always_inline]] void pair(std::int64_t i) const {
+    const Reg factors = Vec::set1(rstd);
     Reg a, b;
     if constexpr (kSplit) {
       Vec::load_split(x + i, a, b);
@@ -287,6 +294,7 @@ void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
         weight_b = Vec::load(weight + i + kLanes);
       }
       if constexpr (Offset) {
+        const Reg offsets = Vec::set1(offset);
         weight_a = Vec::add(weight_a, offsets);
         weight_b = Vec::add(weight_b, offsets);
       }
@@ -308,70 +316,115 @@ void scale_row(const void* x_, typename Vec::Scalar rstd, const void* weight_,
       Vec::store2(y + i, a, b);
     }
   }
-  for (; i < count; ++i) {
-    T value = widen(x[i]) * rstd;
-    if constexpr (kWeighted) {
-      T scale = widen(weight[i]);
-      if constexpr (Offset) scale += offset;
-      value = widen(narrow<Xhat>(value)) * scale;
+
+  // The elements from number i on.
+  void rest(std::int64_t i, std::int64_t count) const {
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) pair(i);
+    for (; i < count; ++i) {
+      T value = widen(x[i]) * rstd;
+      if constexpr (kWeighted) {
+        T scale = widen(weight[i]);
+        if constexpr (Offset) scale += offset;
+        value = widen(narrow<Xhat>(value)) * scale;
+      }
+      y[i] = narrow<Y>(value);
     }
-    y[i] = narrow<Y>(value);
   }
-}
+};
 
-template <class T>
-using ScaleRow = void (*)(const void*, T, const void*, T, void*, std::int64_t, std::uintptr_t);
+// Whether the squares of the next row are added up while a row is scaled, so that the memory is
+// read and written at once. Where elements have to be converted, arithmetic takes as long as the
+// memory does, and the registers do not hold both.
+template <class Vec, class X>
+constexpr bool kOverlapped = std::is_same_v<X, typename Vec::Scalar>;
 
-template <class Vec, class X, class W, class Y, class Xhat, bool Offset>
-ScaleRow<typename Vec::Scalar> pick_store(bool stream) {
-  return stream ? &scale_row<Vec, X, W, Y, Xhat, Offset, true>
-                : &scale_row<Vec, X, W, Y, Xhat, Offset, false>;
-}
-
-template <class Vec, class X, class Y, class Xhat>
-ScaleRow<typename Vec::Scalar> pick_weight(const ForwardCall& call) {
+// Scales a row (see Scaling). Beside it adds up the squares of the row that `next` reads, if that
+// is not null: it returns their sum. Otherwise fetches what lies `ahead` bytes from x, where the
+// next statistics will read: the scaling alone leaves the memory idle.
+template <class Vec, class X, class Next, class W, class Y, class Xhat, bool Offset, bool Stream>
+typename Vec::Scalar scale_row(const void* x, typename Vec::Scalar rstd, const void* weight,
+                               typename Vec::Scalar offset, void* y, std::int64_t count,
+                               const Next* next, std::uintptr_t ahead) {
   using T = typename Vec::Scalar;
-  if (!call.weight) return pick_store<Vec, X, NoWeight, Y, T, false>(call.stream);
+  constexpr std::int64_t kPair = 2 * Vec::kLanes;
+  const Scaling<Vec, X, W, Y, Xhat, Offset, Stream> scaling{
+      static_cast<const X*>(x), static_cast<const W*>(weight), static_cast<Y*>(y), rstd, offset};
+  if constexpr (kOverlapped<Vec, X>) {
+    if (next) {
+      const Next row = *next;  // a copy: the stores might change it for all the compiler knows
+      const auto beside = [&](std::int64_t i) __attribute__((always_inline)) {
+        if constexpr (Stream) row.fetch_pair(i);
+        scaling.pair(i);
+      };
+      const T sum = sum_of_squares<Vec, false>(row, count, beside);
+      scaling.rest(whole_steps<T>(count), count);
+      return sum;
+    }
+  }
+  std::int64_t i = 0;
+  for (; i + kPair <= count; i += kPair) {
+    fetch<kPair * sizeof(X)>(scaling.x + i, ahead);
+    scaling.pair(i);
+  }
+  scaling.rest(i, count);
+  return T(0);
+}
+
+template <class T, class Next>
+using ScaleRow = T (*)(const void*, T, const void*, T, void*, std::int64_t, const Next*,
+                       std::uintptr_t);
+
+template <class Vec, class X, class Next, class W, class Y, class Xhat, bool Offset>
+ScaleRow<typename Vec::Scalar, Next> pick_store(bool stream) {
+  return stream ? &scale_row<Vec, X, Next, W, Y, Xhat, Offset, true>
+                : &scale_row<Vec, X, Next, W, Y, Xhat, Offset, false>;
+}
+
+template <class Vec, class X, class Next, class Y, class Xhat>
+ScaleRow<typename Vec::Scalar, Next> pick_weight(const ForwardCall& call) {
+  using T = typename Vec::Scalar;
+  if (!call.weight) return pick_store<Vec, X, Next, NoWeight, Y, T, false>(call.stream);
   if (call.weight_type == dtype_of<T>()) {
-    return call.offset == 0.0 ? pick_store<Vec, X, T, Y, Xhat, false>(call.stream)
-                              : pick_store<Vec, X, T, Y, Xhat, true>(call.stream);
+    return call.offset == 0.0 ? pick_store<Vec, X, Next, T, Y, Xhat, false>(call.stream)
+                              : pick_store<Vec, X, Next, T, Y, Xhat, true>(call.stream);
   }
   if constexpr (!std::is_same_v<X, T>) {
     if (call.weight_type == dtype_of<X>()) {
-      return call.offset == 0.0 ? pick_store<Vec, X, X, Y, Xhat, false>(call.stream)
-                                : pick_store<Vec, X, X, Y, Xhat, true>(call.stream);
+      return call.offset == 0.0 ? pick_store<Vec, X, Next, X, Y, Xhat, false>(call.stream)
+                                : pick_store<Vec, X, Next, X, Y, Xhat, true>(call.stream);
     }
   }
   return nullptr;
 }
 
-template <class Vec, class X, class Y>
-ScaleRow<typename Vec::Scalar> pick_xhat(const ForwardCall& call) {
+template <class Vec, class X, class Next, class Y>
+ScaleRow<typename Vec::Scalar, Next> pick_xhat(const ForwardCall& call) {
   using T = typename Vec::Scalar;
-  if (call.xhat_type == DType::none) return pick_weight<Vec, X, Y, T>(call);
-  if (call.xhat_type == dtype_of<X>()) return pick_weight<Vec, X, Y, X>(call);
+  if (call.xhat_type == DType::none) return pick_weight<Vec, X, Next, Y, T>(call);
+  if (call.xhat_type == dtype_of<X>()) return pick_weight<Vec, X, Next, Y, X>(call);
   if constexpr (std::is_same_v<X, float> && std::is_same_v<T, float>) {
     // A row that is kept in float32 beside results in a half type.
     if constexpr (!std::is_same_v<Y, f16>) {
-      if (call.xhat_type == DType::bf16) return pick_weight<Vec, X, Y, bf16>(call);
+      if (call.xhat_type == DType::bf16) return pick_weight<Vec, X, Next, Y, bf16>(call);
     }
     if constexpr (!std::is_same_v<Y, bf16>) {
-      if (call.xhat_type == DType::f16) return pick_weight<Vec, X, Y, f16>(call);
+      if (call.xhat_type == DType::f16) return pick_weight<Vec, X, Next, Y, f16>(call);
     }
   }
   return nullptr;
 }
 
 // The vector loop for a call whose rows are contiguous and whose types are the usual ones, or null.
-template <class Vec, class X>
-ScaleRow<typename Vec::Scalar> pick_scale(const ForwardCall& call) {
+// Next: what reads the row that comes after the one that is scaled.
+template <class Vec, class X, class Next = RowReader<Vec, X, false>>
+ScaleRow<typename Vec::Scalar, Next> pick_scale(const ForwardCall& call) {
   using T = typename Vec::Scalar;
   if (call.bias || call.multiply != dtype_of<T>()) return nullptr;
-  if (call.y_type == dtype_of<X>()) return pick_xhat<Vec, X, X>(call);
-  if (call.y_type == dtype_of<T>()) return pick_xhat<Vec, X, T>(call);
+  if (call.y_type == dtype_of<X>()) return pick_xhat<Vec, X, Next, X>(call);
+  if (call.y_type == dtype_of<T>()) return pick_xhat<Vec, X, Next, T>(call);
   if constexpr (std::is_same_v<X, float> && std::is_same_v<T, float>) {
-    if (call.y_type == DType::bf16) return pick_xhat<Vec, X, bf16>(call);
-    if (call.y_type == DType::f16) return pick_xhat<Vec, X, f16>(call);
+    if (call.y_type == DType::bf16) return pick_xhat<Vec, X, Next, bf16>(call);
+    if (call.y_type == DType::f16) return pick_xhat<Vec, X, Next, f16>(call);
   }
   return nullptr;
 }
@@ -383,6 +436,8 @@ constexpr std::int64_t kBlockBytes = 16384;  // of x: a block stays in the first
 template <class Vec, class X, bool Strided>
 class RowsInPlace {
  public:
+  using Next = RowReader<Vec, X, Strided>;
+
   RowsInPlace(const ForwardCall& call, std::int64_t begin, int)
       : call_(call), cursor_(call.x_rows.outer, begin) {}
 
@@ -392,6 +447,7 @@ class RowsInPlace {
   }
   // Where the memory will be read when the sum of the part that begins there is taken.
   const void* source(std::int64_t column) const { return at(column); }
+  Next reader(std::int64_t column) const { return {at(column), call_.x_rows.stride}; }
   typename Vec::Scalar sum(const RowReader<Vec, X, Strided>& part, std::int64_t) const {
     constexpr bool kSplit = !Strided && std::is_same_v<X, bf16>;
     return sum_of_squares<Vec, kSplit>(part, call_.width);
@@ -410,28 +466,43 @@ int parts_of_block(const ForwardCall& call) {
   return static_cast<int>(fitting < 1 ? 1 : fitting > kBlock ? kBlock : fitting);
 }
 
+// A whole row, or one group of it: parts are numbered through all rows.
+template <class Vec, class X, bool Strided>
+struct Part {
+  RowReader<Vec, X, Strided> reader;
+  std::int64_t row, column;
+  typename Vec::Scalar sum, rstd;
+
+  // Computes it again if it is out of range; see `redo`.
+  bool redo_if_needed(const ForwardCall& call, std::int64_t count) {
+    return __builtin_expect(out_of_range(call, sum), 0) &&
+           redo(call, reader, column, count, row, rstd);
+  }
+  // What scale_row returns.
+  template <class Next>
+  typename Vec::Scalar scale(ScaleRow<typename Vec::Scalar, Next> loop, const ForwardCall& call,
+                             std::int64_t count, const Next* next, std::uintptr_t ahead) const {
+    // 0 without a weight: nothing else may be added to a null pointer.
+    const std::int64_t weight_size = call.weight ? element_size(call.weight_type) : 0;
+    const std::int64_t at = (row * call.d + column) * element_size(call.y_type);
+    return loop(reader.data, rstd, static_cast<const char*>(call.weight) + column * weight_size,
+                static_cast<typename Vec::Scalar>(call.offset), static_cast<char*>(call.y) + at,
+                count, next, ahead);
+  }
+};
+
 // AllRows: where the rows come from, RowsInPlace or a class like it.
 template <class Vec, class X, bool Strided, class AllRows, class Call>
 void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t begin,
                     std::int64_t end) {
   using T = typename Vec::Scalar;
-  ScaleRow<T> scale = nullptr;
+  using Reader = RowReader<Vec, X, Strided>;
+  ScaleRow<T, Reader> scale = nullptr;
   if constexpr (!Strided) scale = pick_scale<Vec, X>(call);
   const std::int64_t part = call.d / call.groups;  // elements that share one rstd
   const std::int64_t groups = call.groups;
-
-  // A "part" is a whole row, or one group of it: parts are numbered through all rows.
-  struct Part {
-    RowReader<Vec, X, Strided> reader;
-    std::int64_t row, column;
-    T sum, rstd;
-  };
-  Part block[kBlock];
+  Part<Vec, X, Strided> block[kBlock];
   const int block_size = parts_of_block<X>(call);
-
-  // 0 without a weight: nothing else may be added to a null pointer.
-  const std::int64_t weight_size = call.weight ? element_size(call.weight_type) : 0;
-  const std::int64_t y_size = element_size(call.y_type);
   T* rstds = call.rstd ? static_cast<T*>(call.rstd) + begin * groups : nullptr;
 
   AllRows rows(whole, begin, block_size);
@@ -440,7 +511,7 @@ void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t beg
   while (row < end) {
     int count = 0;
     for (; count < block_size && row < end; ++count) {
-      Part& current = block[count];
+      auto& current = block[count];
       current.row = row;
       current.column = group * part;
       current.reader = {rows.at(current.column), call.x_rows.stride};
@@ -458,18 +529,11 @@ void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t beg
                                            reinterpret_cast<std::uintptr_t>(block[0].reader.data)
                                      : 0;
     for (int i = 0; i < count; ++i) {
-      Part& current = block[i];
-      if (__builtin_expect(out_of_range<T>(call, current.sum), 0) &&
-          redo<T>(call, current.reader, current.column, part, current.row, current.rstd)) {
-        continue;
-      }
+      auto& current = block[i];
+      if (current.redo_if_needed(call, part)) continue;
       if constexpr (!Strided) {
         if (scale) {
-          scale(current.reader.data, current.rstd,
-                static_cast<const char*>(call.weight) + current.column * weight_size,
-                static_cast<T>(call.offset),
-                static_cast<char*>(call.y) + (current.row * call.d + current.column) * y_size, part,
-                ahead);
+          current.template scale<Reader>(scale, call, part, nullptr, ahead);
           continue;
         }
       }
@@ -483,8 +547,80 @@ void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t beg
   if (call.stream) Vec::fence();
 }
 
+// The same where a vector loop scales the rows and may read them beside: while it scales a block,
+// it takes the sums of the next one, with the readers that AllRows gives.
+template <class Vec, class X, class AllRows, class Call>
+void normalise_overlapped(const Call& whole, const ForwardCall& call,
+                          ScaleRow<typename Vec::Scalar, typename AllRows::Next> scale,
+                          std::int64_t begin, std::int64_t end) {
+  using T = typename Vec::Scalar;
+  using Next = typename AllRows::Next;
+  const std::int64_t part = call.d / call.groups;
+  Part<Vec, X, false> blocks[2][kBlock];
+  auto* block = blocks[0];
+  auto* following = blocks[1];
+  Next readers[kBlock];  // of the following block
+  const int block_size = parts_of_block<X>(call);
+  T* rstds = call.rstd ? static_cast<T*>(call.rstd) + begin * call.groups : nullptr;
+
+  AllRows rows(whole, begin, block_size);
+  std::int64_t row = begin;
+  std::int64_t group = 0;
+  int count = 0;
+  do {
+    int next_count = 0;
+    for (; next_count < block_size && row < end; ++next_count) {
+      auto& next = following[next_count];
+      next.row = row;
+      next.column = group * part;
+      next.reader = {rows.at(next.column), 1};
+      readers[next_count] = rows.reader(next.column);
+      if (++group == call.groups) {
+        group = 0;
+        ++row;
+        rows.next();
+      }
+    }
+    for (int i = 0; i < count; ++i) {
+      const Next* next = i < next_count ? &readers[i] : nullptr;
+      if (!block[i].redo_if_needed(call, part)) {
+        following[i].sum = block[i].scale(scale, call, part, next, 0);
+      } else if (next) {
+        following[i].sum = sum_of_part<Vec, X>(*next, part);
+      }
+    }
+    for (int i = count; i < next_count; ++i) {  // of the first block
+      following[i].sum = sum_of_part<Vec, X>(readers[i], part);
+    }
+    for (int i = 0; i < count && rstds; ++i) *rstds++ = block[i].rstd;
+    for (int i = 0; i < next_count; ++i) {
+      following[i].rstd = inverse_rms<T>(call, following[i].sum);
+    }
+    std::swap(block, following);
+    count = next_count;
+  } while (count > 0);
+  if (call.stream) Vec::fence();
+}
+
+// Rows that are scaled while the next ones are read, if the call is of that kind; false if not.
+template <class Vec, class X, class AllRows, class Call>
+bool try_overlapped(const Call& whole, const ForwardCall& call, std::int64_t begin,
+                    std::int64_t end) {
+  if constexpr (kOverlapped<Vec, X>) {
+    const auto scale = pick_scale<Vec, X, typename AllRows::Next>(call);
+    if (scale && call.width == call.d / call.groups) {
+      normalise_overlapped<Vec, X, AllRows>(whole, call, scale, begin, end);
+      return true;
+    }
+  }
+  return false;
+}
+
 template <class Vec, class X, bool Strided>
 void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
+  if constexpr (!Strided) {
+    if (try_overlapped<Vec, X, RowsInPlace<Vec, X, false>>(call, call, begin, end)) return;
+  }
   normalise_rows<Vec, X, Strided, RowsInPlace<Vec, X, Strided>>(call, call, begin, end);
 }
 

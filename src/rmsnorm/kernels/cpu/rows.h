@@ -16,6 +16,20 @@
 namespace rmsnorm {
 namespace {
 
+constexpr std::size_t kCacheLine = 64;
+// How far ahead of what is read a row is fetched where nothing has touched it: farther than the
+// memory takes, and nearer than a first-level cache is large.
+constexpr std::uintptr_t kFetchBytes = 1024;
+
+// Fetches `Bytes` bytes from `ahead` bytes after `place` on; the sum may wrap around.
+template <std::size_t Bytes>
+[[gnu::always_inline]] inline void fetch(const void* place, std::uintptr_t ahead) {
+  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(place) + ahead;
+  for (std::size_t byte = 0; byte < Bytes; byte += kCacheLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(first + byte));
+  }
+}
+
 // A row (or group), read in place. X is the storage type, T the type that accumulates.
 template <class Vec, class X, bool Strided>
 struct RowReader {
@@ -24,6 +38,11 @@ struct RowReader {
   std::int64_t stride;
 
   T at(std::int64_t i) const { return narrow<T>(widen(data[Strided ? i * stride : i])); }
+
+  // Fetches two registers of elements that are read kFetchBytes after those from number i on.
+  void fetch_pair(std::int64_t i) const {
+    fetch<2 * Vec::kLanes * sizeof(X)>(data + i, kFetchBytes);
+  }
 
   // Two registers of elements from number i on: in order, or, split, the even ones in a and the
   // odd ones in b.
@@ -43,13 +62,23 @@ struct RowReader {
   }
 };
 
+// The lanes of one accumulator.
+template <class T>
+constexpr int kLanesOf = sizeof(T) == 4 ? 8 : 4;
+
+// How many of `width` elements are in whole steps of four accumulators.
+template <class T>
+constexpr std::int64_t whole_steps(std::int64_t width) {
+  return width - width % (4 * kLanesOf<T>);
+}
+
 // The four accumulators of L lanes, in as many registers as they fill and in whatever order of
 // lanes the instruction set loads a step in. Only `store` needs to know that order.
 template <class Vec, bool Split>
 struct Accumulators {
   using T = typename Vec::Scalar;
   using Reg = typename Vec::Reg;
-  static constexpr int kLanes = sizeof(T) == 4 ? 8 : 4;
+  static constexpr int kLanes = kLanesOf<T>;
   static constexpr int kStep = 4 * kLanes;  // elements of one step
   static constexpr int kRegs = kStep / Vec::kLanes;
   static_assert(kRegs % 2 == 0);
@@ -81,11 +110,13 @@ struct Accumulators {
 template <class Acc, class AddStep>
 [[gnu::always_inline]] inline Acc cascade(std::int64_t steps, const AddStep& add_step) {
   constexpr int kShortest = 4;
-  Acc level0;
-  if (steps <= std::int64_t{1} << kShortest) {
-    for (std::int64_t k = 0; k < steps; ++k) add_step(level0, k * Acc::kStep);
-    return level0;
-  }
+  // Sums of their own, so that they stay in registers.
+  const auto level0 = [&](std::int64_t from, std::int64_t to) __attribute__((always_inline)) {
+    Acc acc;
+    for (std::int64_t k = from; k < to; ++k) add_step(acc, k * Acc::kStep);
+    return acc;
+  };
+  if (steps <= std::int64_t{1} << kShortest) return level0(0, steps);
   int log2 = 0;  // ceil(log2(steps))
   while ((std::int64_t{1} << log2) < steps) ++log2;
   const int p = log2 / 4 > kShortest ? log2 / 4 : kShortest;
@@ -94,9 +125,8 @@ template <class Acc, class AddStep>
   Acc level1, level2, level3;
   std::int64_t k = 0;
   while (k + level_steps <= steps) {
-    for (std::int64_t s = 0; s < level_steps; ++s, ++k) add_step(level0, k * Acc::kStep);
-    level1.add(level0);
-    level0.clear();
+    level1.add(level0(k, k + level_steps));
+    k += level_steps;
     if ((k >> p) & mask) continue;
     level2.add(level1);
     level1.clear();
@@ -104,11 +134,11 @@ template <class Acc, class AddStep>
     level3.add(level2);
     level2.clear();
   }
-  for (; k < steps; ++k) add_step(level0, k * Acc::kStep);
-  level0.add(level1);
-  level0.add(level2);
-  level0.add(level3);
-  return level0;
+  Acc sum = level0(k, steps);
+  sum.add(level1);
+  sum.add(level2);
+  sum.add(level3);
+  return sum;
 }
 
 // The sum of a row shorter than L: every element is a vector of its own. `term(i)` gives them.
@@ -229,21 +259,41 @@ class RowCursor {
       row /= outer.size[dim];
       offset_ += index_[dim] * outer.stride[dim];
     }
+    enter_last_dim();
   }
   std::int64_t offset() const { return offset_; }
   void next() {
-    for (int dim = outer_.rank - 1; dim >= 0; --dim) {
-      offset_ += outer_.stride[dim];
-      if (++index_[dim] < outer_.size[dim]) return;
-      offset_ -= outer_.size[dim] * outer_.stride[dim];
-      index_[dim] = 0;
-    }
+    offset_ += step_;
+    if (--left_ == 0) carry();
   }
 
  private:
+  // How far it is to the end of the last dimension. Without any there is one row, and no end.
+  void enter_last_dim() {
+    const int last = outer_.rank - 1;
+    if (last < 0) return;
+    step_ = outer_.stride[last];
+    left_ = outer_.size[last] - index_[last];
+  }
+  [[gnu::noinline]] void carry() {
+    int dim = outer_.rank - 1;
+    if (dim < 0) return;
+    index_[dim] = outer_.size[dim];
+    for (; dim >= 0 && index_[dim] == outer_.size[dim]; --dim) {
+      index_[dim] = 0;
+      offset_ -= outer_.size[dim] * outer_.stride[dim];
+      if (dim == 0) break;
+      ++index_[dim - 1];
+      offset_ += outer_.stride[dim - 1];
+    }
+    enter_last_dim();
+  }
+
   const OuterDims& outer_;
   std::int64_t index_[kMaxRank];
   std::int64_t offset_ = 0;
+  std::int64_t step_ = 0;
+  std::int64_t left_ = 0;
 };
 
 }  // namespace
