@@ -1,5 +1,6 @@
 // h = residual + alpha * x and the norm of h, in one pass: the sum is rounded to its own type and
-// stored, and squared while it is still in a register.
+// stored, and squared while it is still in a register. Where nothing needs a conversion, that is
+// done while the rows before are scaled.
 #pragma once
 
 #include "rms_norm.h"
@@ -20,7 +21,7 @@ struct AddReader {
   const R* residual;
   H* sum;
   T alpha;
-  std::uintptr_t ahead;  // bytes from the residual to what is read next, which is fetched
+  std::uintptr_t ahead;  // bytes from the residual to what `load2` fetches of it
 
   T at(std::int64_t i) const {
     const T value = Scaled ? fused_multiply_add(alpha, widen(x[i]), widen(residual[i]))
@@ -143,17 +144,36 @@ AddAndSum<typename Vec::Scalar> pick_add(const AddCall& call) {
   return found;
 }
 
-// The rows of h, each of which is computed when its sum is taken.
-template <class Isa, class Vec, class H, bool Strided>
-class SummedRows {
-  using T = typename Vec::Scalar;
-
+// Where the rows of x, the residual and h lie.
+template <class H>
+class AddedRows {
  public:
-  SummedRows(const AddCall& call, std::int64_t begin, int block_size)
+  AddedRows(const AddCall& call, std::int64_t begin)
       : call_(call),
         x_(call.x.rows.outer, begin),
         residual_(call.residual.rows.outer, begin),
-        sum_(static_cast<H*>(call.sum) + begin * call.norm.d) {
+        sum_(static_cast<H*>(call.sum) + begin * call.norm.d) {}
+
+  const H* at(std::int64_t column) const { return sum_ + column; }
+  void next() {
+    x_.next();
+    residual_.next();
+    sum_ += call_.norm.d;
+  }
+
+ protected:
+  const AddCall& call_;
+  RowCursor x_, residual_;
+  H* sum_;
+};
+
+// The rows of h, each of which is computed when its sum is taken.
+template <class Isa, class Vec, class H, bool Strided>
+class SummedRows : public AddedRows<H> {
+  using T = typename Vec::Scalar;
+
+ public:
+  SummedRows(const AddCall& call, std::int64_t begin, int block_size) : AddedRows<H>(call, begin) {
     // Not of doubles that accumulate in float32.
     if constexpr (std::is_same_v<H, double> == std::is_same_v<T, double>) {
       add_and_sum_ = pick_add<Vec, H>(call);
@@ -163,68 +183,48 @@ class SummedRows {
                                          element_size(call.residual.type));
   }
 
-  const H* at(std::int64_t column) const { return sum_ + column; }
   const void* source(std::int64_t column) const {
-    return static_cast<const char*>(call_.x.data) +
-           (x_.offset() + column * call_.x.rows.stride) * element_size(call_.x.type);
+    const Operand& x = this->call_.x;
+    return static_cast<const char*>(x.data) +
+           (this->x_.offset() + column * x.rows.stride) * element_size(x.type);
   }
   T sum(const RowReader<Vec, H, Strided>&, std::int64_t column) const {
-    return add_and_sum_(call_, {x_.offset(), residual_.offset(), column, sum_ + column, ahead_});
-  }
-  void next() {
-    x_.next();
-    residual_.next();
-    sum_ += call_.norm.d;
+    return add_and_sum_(this->call_, {this->x_.offset(), this->residual_.offset(), column,
+                                      this->sum_ + column, ahead_});
   }
 
  private:
-  const AddCall& call_;
-  RowCursor x_, residual_;
-  H* sum_;
   AddAndSum<T> add_and_sum_ = nullptr;
   std::uintptr_t ahead_;
 };
 
-// Rows of the single pass that are of one type with their sum.
+// Rows that are added while others are scaled: x, the residual and h are of one type, alpha is 1.
 template <class Vec, class H>
-class RowsToAdd {
+class RowsToAdd : public AddedRows<H> {
  public:
-  using Next = AddReader<Vec, H, H, H, false>;
+  using Reader = AddReader<Vec, H, H, H, false>;
+  using AddedRows<H>::AddedRows;
 
-  static bool serve(const AddCall& call) {
+  static bool serves(const AddCall& call) {
     return call.x.type == dtype_of<H>() && call.residual.type == dtype_of<H>() &&
            call.alpha == 1.0 && call.x.rows.stride == 1 && call.residual.rows.stride == 1;
   }
-
-  RowsToAdd(const AddCall& call, std::int64_t begin, int)
-      : call_(call),
-        x_(call.x.rows.outer, begin),
-        residual_(call.residual.rows.outer, begin),
-        sum_(static_cast<H*>(call.sum) + begin * call.norm.d) {}
-
-  const H* at(std::int64_t column) const { return sum_ + column; }
-  Next reader(std::int64_t column) const {
-    return {static_cast<const H*>(call_.x.data) + x_.offset() + column,
-            static_cast<const H*>(call_.residual.data) + residual_.offset() + column, sum_ + column,
-            1, kFetchBytes};
+  Reader reader(std::int64_t column) const {
+    const H* x = static_cast<const H*>(this->call_.x.data) + this->x_.offset();
+    const H* residual = static_cast<const H*>(this->call_.residual.data) + this->residual_.offset();
+    return {.x = x + column,
+            .residual = residual + column,
+            .sum = this->sum_ + column,
+            .alpha = 1,
+            .ahead = kFetchBytes};
   }
-  void next() {
-    x_.next();
-    residual_.next();
-    sum_ += call_.norm.d;
-  }
-
- private:
-  const AddCall& call_;
-  RowCursor x_, residual_;
-  H* sum_;
 };
 
 // Never inlined, as forward_of.
 template <class Isa, class Vec, class H, bool Strided>
 [[gnu::noinline]] void add_rows(const AddCall& call, std::int64_t begin, std::int64_t end) {
   if constexpr (!Strided && kOverlapped<Vec, H>) {
-    if (RowsToAdd<Vec, H>::serve(call) &&
+    if (RowsToAdd<Vec, H>::serves(call) &&
         try_overlapped<Vec, H, RowsToAdd<Vec, H>>(call, call.norm, begin, end)) {
       return;
     }

@@ -36,8 +36,8 @@ constexpr std::int64_t kTileBytes = std::int64_t{256} << 10;  // of x and dy: th
 // bytes a way. With x, dy and dx of four of them it would hold less than is read and written at
 // once.
 constexpr std::int64_t kSamePlaces = 2048;
-// From this many bytes on a row is read together with the next one's sums (overlapped_gradient): x,
-// dy, the weight and dweight of a shorter one stay in a first-level cache of 32 KiB between its
+// From this many bytes on a part is read together with the next one's sums (overlapped_gradient):
+// x, dy, the weight and dweight of a shorter one stay in a first-level cache of 32 KiB between its
 // sums and its gradients.
 constexpr std::int64_t kOverlapBytes = 8192;
 
@@ -78,7 +78,7 @@ template <class X, class DY>
 constexpr bool kSplitPair = std::is_same_v<X, bf16> && std::is_same_v<DY, bf16>;
 
 // The sums over the first `width` of the `count` elements of a part. `beside`: see sum_of_squares.
-template <class Vec, class X, class DY, class Beside = Nothing>
+template <class Vec, class X, class DY, class Beside = NothingBeside>
 [[gnu::always_inline]] inline GradientSums<typename Vec::Scalar> gradient_sums(
     const X* x, const DY* dy, const typename Vec::Scalar* weight, typename Vec::Scalar rstd,
     std::int64_t width, std::int64_t count, const Beside& beside = {}) {
@@ -122,11 +122,11 @@ inline double divisor(const BackwardCall& call) {
   return call.divide || call.eps_in == EpsIn::clamp ? static_cast<double>(call.width) : 1.0;
 }
 
-// k / c^2 * sum(u * xhat): what xhat is multiplied by; `divisor` is c^2. k has no value at a row of
+// k / c^2 * sum(u * xhat): what xhat is multiplied by. k has no value at a row of
 // zeros, whose sum is 0.
 template <class T>
-T mean_along(const BackwardCall& call, T divisor, T rstd, T along) {
-  const T mean = along / divisor;
+T mean_along(const BackwardCall& call, T c_squared, T rstd, T along) {
+  const T mean = along / c_squared;
   if (call.eps_in != EpsIn::root || mean == T(0)) return mean;
   return mean / (T(1) - static_cast<T>(call.eps) * rstd);
 }
@@ -138,21 +138,23 @@ bool in_range(T rstd) {
   return rstd >= 1 / kFarthest && rstd <= kFarthest;
 }
 
+// Whether a part whose elements all count is plainly not delicate, which holds for most, in few
+// instructions: all is well within range, and what is subtracted has at most an eighth of u's
+// square, so that more is left than any limit of is_delicate asks for.
+template <class T>
+[[gnu::always_inline]] inline bool is_plain(const BackwardCall& call, T rstd,
+                                            const GradientSums<T>& sums, T mean) {
+  constexpr T kWide = sizeof(T) == 4 ? T(0x1p60) : T(0x1p400);
+  return call.eps_in == EpsIn::mean_square && rstd >= 1 / kWide && rstd <= kWide &&
+         sums.square >= 1 / kWide && sums.square <= kWide && 8 * (mean * sums.along) <= sums.square;
+}
+
 // Whether a part must be computed in a wider type: rstd or a sum has left its range, or what is
 // left of u after the subtraction is so little that the rounding errors of both show. `counted` is
 // the part of sums.along under the mean square, and `mean` that of mean_along.
 template <class T>
 bool is_delicate(const BackwardCall& call, T rstd, const GradientSums<T>& sums, T counted, T mean) {
   constexpr bool kSingle = sizeof(T) == 4;
-  // What holds for most parts, in few instructions: all is well within range, and what is
-  // subtracted has at most an eighth of u's square, so that more is left than any limit below asks
-  // for.
-  constexpr T kWide = kSingle ? T(0x1p60) : T(0x1p400);
-  if (call.eps_in == EpsIn::mean_square && counted == sums.along && rstd >= 1 / kWide &&
-      rstd <= kWide && sums.square >= 1 / kWide && sums.square <= kWide &&
-      8 * (mean * sums.along) <= sums.square) {
-    return false;
-  }
   constexpr double kSmallest = kSingle ? 0x1p-110 : 0x1p-960;
   constexpr double kLargest = kSingle ? static_cast<double>(FLT_MAX) : 0x1p1000;
   if (!in_range(rstd)) return true;
@@ -296,7 +298,7 @@ void gradient_tile(const Tile<X, DY, typename Vec::Scalar>& tile) {
   const std::uintptr_t ahead_x = tile.ahead_x;
   const std::uintptr_t ahead_dy = tile.ahead_dy;
   std::int64_t i = 0;
-#pragma GCC unroll 2
+#pragma GCC unroll 2  // its bookkeeping shows in short rows
   for (; i + kPair <= count; i += kPair) {
     for (int r = 0; r < Rows; ++r) {
       fetch<kPair * sizeof(X)>(gradients.x[r] + i, ahead_x);
@@ -332,7 +334,7 @@ GradientSums<typename Vec::Scalar> overlapped_gradient(
   const DY* dy = next.dy;
   const std::int64_t count = tile.count;
   const auto beside = [&](std::int64_t i) __attribute__((always_inline)) {
-    if constexpr (Stream) {
+    if constexpr (Stream) {  // as in scale_row
       fetch<kPair * sizeof(X)>(x + i, kFetchBytes);
       fetch<kPair * sizeof(DY)>(dy + i, kFetchBytes);
     }
@@ -347,26 +349,38 @@ GradientSums<typename Vec::Scalar> overlapped_gradient(
 template <class Vec, class X, class DY, class T = typename Vec::Scalar>
 using OverlappedLoop = GradientSums<T> (*)(const Tile<X, DY, T>&, const NextPart<X, DY, T>&);
 
-// Which loops a call takes: what it asks for, as constants.
+// What a loop over a tile has to do.
+struct Wanted {
+  bool dx, dweight, dresidual, stream;
+};
+
+inline Wanted wanted(const BackwardCall& call) {
+  return {.dx = call.dx != nullptr,
+          .dweight = call.dweight != nullptr,
+          .dresidual = call.dresidual.data != nullptr,
+          .stream = call.stream};
+}
+
+// `pick` with what is wanted beside dx as template arguments.
 template <class Loop, class Pick>
-Loop pick_gradients(const BackwardCall& call, const Pick& pick) {
+Loop pick_gradients(const Wanted& wanted, const Pick& pick) {
   const auto with_store = [&]<bool Stream>() -> Loop {
-    if (call.dresidual.data) {
-      return call.dweight ? pick.template operator()<true, true, Stream>()
-                          : pick.template operator()<false, true, Stream>();
+    if (wanted.dresidual) {
+      return wanted.dweight ? pick.template operator()<true, true, Stream>()
+                            : pick.template operator()<false, true, Stream>();
     }
-    return call.dweight ? pick.template operator()<true, false, Stream>()
-                        : pick.template operator()<false, false, Stream>();
+    return wanted.dweight ? pick.template operator()<true, false, Stream>()
+                          : pick.template operator()<false, false, Stream>();
   };
-  return call.stream ? with_store.template operator()<true>()
-                     : with_store.template operator()<false>();
+  return wanted.stream ? with_store.template operator()<true>()
+                       : with_store.template operator()<false>();
 }
 
 template <class Vec, class X, class DY, int Rows>
-TileLoop<Vec, X, DY> pick_tile(const BackwardCall& call) {
+TileLoop<Vec, X, DY> pick_tile(const Wanted& wanted) {
   using Loop = TileLoop<Vec, X, DY>;
-  if (!call.dx) return &gradient_tile<Vec, X, DY, Rows, false, true, false, false>;
-  return pick_gradients<Loop>(call, []<bool Dweight, bool Dresidual, bool Stream>() -> Loop {
+  if (!wanted.dx) return &gradient_tile<Vec, X, DY, Rows, false, true, false, false>;
+  return pick_gradients<Loop>(wanted, []<bool Dweight, bool Dresidual, bool Stream>() -> Loop {
     return &gradient_tile<Vec, X, DY, Rows, true, Dweight, Dresidual, Stream>;
   });
 }
@@ -651,8 +665,8 @@ class DirectRows {
       : call_(call),
         end_(end),
         part_(call.d / call.groups),
-        one_(pick_tile<Vec, X, DY, 1>(call)),
-        several_(pick_tile<Vec, X, DY, kMostRows>(call)) {
+        one_(pick_tile<Vec, X, DY, 1>(wanted(call))),
+        several_(pick_tile<Vec, X, DY, kMostRows>(wanted(call))) {
     const std::int64_t row_bytes = part_ * static_cast<std::int64_t>(sizeof(X) + sizeof(DY));
     const bool fits = kMostRows * row_bytes <= kTileBytes;
     const bool spread = call.d * static_cast<std::int64_t>(sizeof(X)) % kSamePlaces != 0;
@@ -663,7 +677,7 @@ class DirectRows {
         const auto pick = []<bool Dweight, bool Dresidual, bool Stream>() -> Loop {
           return &overlapped_gradient<Vec, X, DY, Dweight, Dresidual, Stream>;
         };
-        overlapped_ = pick_gradients<Loop>(call, pick);
+        overlapped_ = pick_gradients<Loop>(wanted(call), pick);
       }
     }
   }
@@ -673,16 +687,16 @@ class DirectRows {
     std::int64_t row = begin;
     if constexpr (kMostRows > 1) {
       for (; tile_rows_ > 1 && row + kMostRows <= end; row += kMostRows) {
-        rows_at<kMostRows>(row, cursors, sums);
+        compute_rows<kMostRows>(row, cursors, sums);
       }
     }
-    for (; row < end; ++row) rows_at<1>(row, cursors, sums);
+    for (; row < end; ++row) compute_rows<1>(row, cursors, sums);
   }
 
  private:
-  // Some rows from the cursors on, which move behind them.
+  // The next `Rows` rows; moves the cursors past them.
   template <int Rows>
-  void rows_at(std::int64_t row, Cursors& cursors, const ChunkSums<T>& sums) {
+  void compute_rows(std::int64_t row, Cursors& cursors, const ChunkSums<T>& sums) {
     const X* x = static_cast<const X*>(call_.x.data);
     const DY* dy = static_cast<const DY*>(call_.dy.data);
     const X* dresidual = static_cast<const X*>(call_.dresidual.data);
@@ -695,7 +709,7 @@ class DirectRows {
       cursors.next();
     }
     tile.count = part_;
-    const bool more = row + Rows < call_.rows;
+    const bool more = row + Rows < end_;
     const X* next_x = more ? x + cursors.x.offset() : tile.x[0];
     const DY* next_dy = more ? dy + cursors.dy.offset() : tile.dy[0];
     tile.ahead_x = distance(tile.x[0], next_x);
@@ -703,15 +717,18 @@ class DirectRows {
 
     for (std::int64_t group = 0;; ++group) {
       const std::int64_t column = group * part_;
+      const bool last = group + 1 == call_.groups;
       tile.weight = weight_ + column;
       tile.dweight = sums.dweight ? sums.dweight + column : nullptr;
-      const bool last = group + 1 == call_.groups;
       NextPart<X, DY, T> next{};
-      if (overlapped_ && !last) {
-        next = {tile.x[0] + part_, tile.dy[0] + part_, tile.weight + part_,
-                rstd_of<T>(call_, row, group + 1)};
-      } else if (overlapped_ && row + 1 < end_) {
-        next = {next_x, next_dy, weight_, rstd_of<T>(call_, row + 1, 0)};
+      if constexpr (kMayOverlap) {
+        static_assert(Rows == 1);
+        if (overlapped_ && !last) {
+          next = {tile.x[0] + part_, tile.dy[0] + part_, tile.weight + part_,
+                  rstd_of<T>(call_, row, group + 1)};
+        } else if (overlapped_ && more) {
+          next = {next_x, next_dy, weight_, rstd_of<T>(call_, row + 1, 0)};
+        }
       }
       if (call_.dx || sums.dweight) one_part<Rows>(tile, row, group, next);
       for (int r = 0; r < Rows && sums.dbias; ++r) {
@@ -732,7 +749,7 @@ class DirectRows {
     return reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from);
   }
 
-  // One part of the rows of a tile, and the sums of the next one.
+  // One part of the rows of a tile, and the sums of the next part, if there is one and it overlaps.
   template <int Rows>
   void one_part(Tile<X, DY, T>& tile, std::int64_t row, std::int64_t group,
                 const NextPart<X, DY, T>& next) {
@@ -743,10 +760,11 @@ class DirectRows {
       tile.rstd[r] = rstd;
       if (call_.dx) {
         const GradientSums<T> found =
-            sums_known_ ? sums_ : sums_of(tile.x[r], tile.dy[r], tile.weight, rstd);
-        sums_known_ = false;
+            next_sums_known_ ? next_sums_ : sums_of(tile.x[r], tile.dy[r], tile.weight, rstd);
+        next_sums_known_ = false;
         tile.mean[r] = mean_along(call_, divisor_, rstd, found.along);
-        delicate[r] = is_delicate(call_, rstd, found, found.along, tile.mean[r]);
+        delicate[r] = !is_plain(call_, rstd, found, tile.mean[r]) &&
+                      is_delicate(call_, rstd, found, found.along, tile.mean[r]);
       } else {
         delicate[r] = !in_range(rstd);
       }
@@ -755,8 +773,8 @@ class DirectRows {
     if (__builtin_expect(any_delicate, 0)) {
       for (int r = 0; r < Rows; ++r) one_row(tile, r, delicate[r]);
     } else if (kMayOverlap && next.x) {
-      sums_ = overlapped_(tile, next);
-      sums_known_ = true;
+      next_sums_ = overlapped_(tile, next);
+      next_sums_known_ = true;
     } else {
       (Rows == 1 ? one_ : several_)(tile);
     }
@@ -769,13 +787,18 @@ class DirectRows {
 
   // Row `r` of the tile alone.
   void one_row(const Tile<X, DY, T>& tile, int r, bool delicate) {
-    Tile<X, DY, T> single = tile;
+    Tile<X, DY, T> single;
     single.x[0] = tile.x[r];
     single.dy[0] = tile.dy[r];
     single.dresidual[0] = tile.dresidual[r];
     single.dx[0] = tile.dx[r];
     single.rstd[0] = tile.rstd[r];
-    single.mean[0] = tile.mean[r];
+    if (call_.dx) single.mean[0] = tile.mean[r];
+    single.weight = tile.weight;
+    single.dweight = tile.dweight;
+    single.count = tile.count;
+    single.ahead_x = tile.ahead_x;
+    single.ahead_dy = tile.ahead_dy;
     if (delicate && redo(single)) return;
     one_(single);
   }
@@ -823,8 +846,8 @@ class DirectRows {
   const TileLoop<Vec, X, DY> one_;
   const TileLoop<Vec, X, DY> several_;
   OverlappedLoop<Vec, X, DY> overlapped_ = nullptr;
-  GradientSums<T> sums_{};  // of the part that comes next, if they are known
-  bool sums_known_ = false;
+  GradientSums<T> next_sums_{};  // of the part that comes next
+  bool next_sums_known_ = false;
   int tile_rows_;
 };
 
@@ -838,7 +861,11 @@ class StagedRows {
       : call_(call),
         part_(call.d / call.groups),
         arrays_(scratch.parts, part_),
-        tile_(pick_tile<Vec, T, T, 1>(staged(call))) {}
+        // It writes dx in any case, to the arrays: dgate is made of it.
+        tile_(pick_tile<Vec, T, T, 1>({.dx = true,
+                                       .dweight = call.dweight != nullptr,
+                                       .dresidual = call.dresidual.data != nullptr,
+                                       .stream = false})) {}
 
   void run(std::int64_t begin, std::int64_t end, Cursors& cursors, const ChunkSums<T>& sums) {
     for (std::int64_t row = begin; row < end; ++row) {
@@ -850,14 +877,6 @@ class StagedRows {
   }
 
  private:
-  // The call of the vector loop, which writes to the arrays.
-  static BackwardCall staged(const BackwardCall& call) {
-    BackwardCall result = call;
-    result.dx = result.dx ? result.dx : &result;
-    result.stream = false;
-    return result;
-  }
-
   void one_part(std::int64_t row, std::int64_t group, const Cursors& cursors,
                 const ChunkSums<T>& sums) {
     const std::int64_t column = group * part_;

@@ -62,8 +62,6 @@ template <class Vec>
   const ForwardCall& norm = call.norm;
   const std::int64_t part = norm.d / norm.groups;
   const auto scale = pick_scale<Vec, T>(norm);
-  const std::int64_t weight_size = norm.weight ? element_size(norm.weight_type) : 0;
-  const std::int64_t y_size = element_size(norm.y_type);
   RowCursor x(call.x.rows.outer, begin);
   RowCursor gate(call.gate.rows.outer, begin);
   for (std::int64_t row = begin; row < end; ++row, x.next(), gate.next()) {
@@ -72,19 +70,17 @@ template <class Vec>
       gate_part<Vec>(call, x.offset(), gate.offset(), column, part, staged);
       const RowReader<Vec, T, false> reader{staged, 1};
       const T sum = sum_of_squares<Vec, false>(reader, norm.width);
-      T rstd = inverse_rms<T>(norm, sum);
+      Part<Vec, T, false> current{reader, row, column, sum, inverse_rms<T>(norm, sum)};
       const WideGatedReader<T> wide{call, x.offset(), gate.offset(), column};
-      if (__builtin_expect(out_of_range<T>(norm, sum), 0) &&
-          redo<T>(norm, wide, column, part, row, rstd)) {
-      } else if (scale) {
-        scale(staged, rstd, static_cast<const char*>(norm.weight) + column * weight_size,
-              static_cast<T>(norm.offset),
-              static_cast<char*>(norm.y) + (row * norm.d + column) * y_size, part, nullptr, 0);
-      } else {
+      const bool redone = __builtin_expect(out_of_range<T>(norm, sum), 0) &&
+                          redo<T>(norm, wide, column, part, row, current.rstd);
+      if (!redone && scale) {
+        current.scale(scale, norm, part, nullptr, 0);
+      } else if (!redone) {
         finish_slowly<T>(norm, column, column + part, row,
-                         [&](std::int64_t i) { return staged[i] * rstd; });
+                         [&](std::int64_t i) { return staged[i] * current.rstd; });
       }
-      if (norm.rstd) static_cast<T*>(norm.rstd)[row * norm.groups + group] = rstd;
+      if (norm.rstd) static_cast<T*>(norm.rstd)[row * norm.groups + group] = current.rstd;
     }
   }
   if (norm.stream) Vec::fence();

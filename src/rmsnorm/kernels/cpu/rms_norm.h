@@ -3,9 +3,12 @@
 //     ms   = sum(x^2) / width          in the order of rows.h, in float (double for double)
 //     rstd = 1 / sqrt(ms + eps)        correctly rounded square root and division
 //     y    = (x * rstd) * weight       rounded where the call says
+//
+// Rows that need no conversion are read while the ones before them are written.
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 #include <utility>
 
 #include "rows.h"
@@ -13,14 +16,15 @@
 namespace rmsnorm {
 namespace {
 
-struct Nothing {
+// The default: a sum alone.
+struct NothingBeside {
   void operator()(std::int64_t) const {}
 };
 
 // sum(x^2) of a row of `width` elements, in PyTorch's order. Each element is read once. Does
-// `beside(i)` for each pair of registers, of elements from number i on, in whole steps. Inlined, as
-// what it is made of: see `cascade`.
-template <class Vec, bool Split, class Reader, class Beside = Nothing>
+// `beside(i)` for each pair of registers, of elements from number i on, in whole_steps(width); what
+// lies beyond them is left to the caller. Inlined, as what it is made of: see `cascade`.
+template <class Vec, bool Split, class Reader, class Beside = NothingBeside>
 [[gnu::always_inline]] inline typename Vec::Scalar sum_of_squares(const Reader& row,
                                                                   std::int64_t width,
                                                                   const Beside& beside = {}) {
@@ -125,11 +129,6 @@ RescaledRow rescale(const ForwardCall& call, const Reader& row, std::int64_t wid
     }
   }
   return result;
-}
-
-template <class Vec, class X, class Reader>
-[[gnu::noinline]] typename Vec::Scalar sum_of_part(const Reader& reader, std::int64_t count) {
-  return sum_of_squares<Vec, std::is_same_v<X, bf16>>(reader, count);
 }
 
 constexpr int kChunk = 256;
@@ -332,15 +331,16 @@ struct Scaling {
   }
 };
 
-// Whether the squares of the next row are added up while a row is scaled, so that the memory is
-// read and written at once. Where elements have to be converted, arithmetic takes as long as the
-// memory does, and the registers do not hold both.
+// Whether the sums of the next row are taken while a row is computed, here and in the backward, so
+// that the memory is read and written at once. Where elements have to be converted, arithmetic
+// takes as long as the memory does, and the registers do not hold both.
 template <class Vec, class X>
 constexpr bool kOverlapped = std::is_same_v<X, typename Vec::Scalar>;
 
 // Scales a row (see Scaling). Beside it adds up the squares of the row that `next` reads, if that
-// is not null: it returns their sum. Otherwise fetches what lies `ahead` bytes from x, where the
-// next statistics will read: the scaling alone leaves the memory idle.
+// is not null: it returns their sum. Otherwise it returns 0, and fetches what lies `ahead` bytes
+// from x, where the next statistics will read (0: nowhere): the scaling alone leaves the memory
+// idle.
 template <class Vec, class X, class Next, class W, class Y, class Xhat, bool Offset, bool Stream>
 typename Vec::Scalar scale_row(const void* x, typename Vec::Scalar rstd, const void* weight,
                                typename Vec::Scalar offset, void* y, std::int64_t count,
@@ -353,6 +353,7 @@ typename Vec::Scalar scale_row(const void* x, typename Vec::Scalar rstd, const v
     if (next) {
       const Next row = *next;  // a copy: the stores might change it for all the compiler knows
       const auto beside = [&](std::int64_t i) __attribute__((always_inline)) {
+        // Where the results are larger than the cache, the rows are in memory too.
         if constexpr (Stream) row.fetch_pair(i);
         scaling.pair(i);
       };
@@ -436,9 +437,9 @@ constexpr std::int64_t kBlockBytes = 16384;  // of x: a block stays in the first
 template <class Vec, class X, bool Strided>
 class RowsInPlace {
  public:
-  using Next = RowReader<Vec, X, Strided>;
+  using Reader = RowReader<Vec, X, Strided>;
 
-  RowsInPlace(const ForwardCall& call, std::int64_t begin, int)
+  RowsInPlace(const ForwardCall& call, std::int64_t begin, int = 0)
       : call_(call), cursor_(call.x_rows.outer, begin) {}
 
   // Where element `column` of the current row lies.
@@ -447,8 +448,8 @@ class RowsInPlace {
   }
   // Where the memory will be read when the sum of the part that begins there is taken.
   const void* source(std::int64_t column) const { return at(column); }
-  Next reader(std::int64_t column) const { return {at(column), call_.x_rows.stride}; }
-  typename Vec::Scalar sum(const RowReader<Vec, X, Strided>& part, std::int64_t) const {
+  Reader reader(std::int64_t column) const { return {at(column), call_.x_rows.stride}; }
+  typename Vec::Scalar sum(const Reader& part, std::int64_t) const {
     constexpr bool kSplit = !Strided && std::is_same_v<X, bf16>;
     return sum_of_squares<Vec, kSplit>(part, call_.width);
   }
@@ -466,38 +467,39 @@ int parts_of_block(const ForwardCall& call) {
   return static_cast<int>(fitting < 1 ? 1 : fitting > kBlock ? kBlock : fitting);
 }
 
-// A whole row, or one group of it: parts are numbered through all rows.
+// A whole row, or one group of it, of `size` elements.
 template <class Vec, class X, bool Strided>
 struct Part {
   RowReader<Vec, X, Strided> reader;
   std::int64_t row, column;
   typename Vec::Scalar sum, rstd;
 
-  // Computes it again if it is out of range; see `redo`.
-  bool redo_if_needed(const ForwardCall& call, std::int64_t count) {
+  // Computes the result, and rstd, in a wider range if the sum left that of T: true if so.
+  bool redo_if_needed(const ForwardCall& call, std::int64_t size) {
     return __builtin_expect(out_of_range(call, sum), 0) &&
-           redo(call, reader, column, count, row, rstd);
+           redo(call, reader, column, size, row, rstd);
   }
   // What scale_row returns.
   template <class Next>
   typename Vec::Scalar scale(ScaleRow<typename Vec::Scalar, Next> loop, const ForwardCall& call,
-                             std::int64_t count, const Next* next, std::uintptr_t ahead) const {
+                             std::int64_t size, std::type_identity_t<const Next*> next,
+                             std::uintptr_t ahead) const {
     // 0 without a weight: nothing else may be added to a null pointer.
     const std::int64_t weight_size = call.weight ? element_size(call.weight_type) : 0;
     const std::int64_t at = (row * call.d + column) * element_size(call.y_type);
     return loop(reader.data, rstd, static_cast<const char*>(call.weight) + column * weight_size,
                 static_cast<typename Vec::Scalar>(call.offset), static_cast<char*>(call.y) + at,
-                count, next, ahead);
+                size, next, ahead);
   }
 };
 
-// AllRows: where the rows come from, RowsInPlace or a class like it.
+// AllRows: where the rows come from, in order. It has at(), sum(), source() and next(), as
+// RowsInPlace.
 template <class Vec, class X, bool Strided, class AllRows, class Call>
 void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t begin,
                     std::int64_t end) {
   using T = typename Vec::Scalar;
-  using Reader = RowReader<Vec, X, Strided>;
-  ScaleRow<T, Reader> scale = nullptr;
+  ScaleRow<T, RowReader<Vec, X, Strided>> scale = nullptr;
   if constexpr (!Strided) scale = pick_scale<Vec, X>(call);
   const std::int64_t part = call.d / call.groups;  // elements that share one rstd
   const std::int64_t groups = call.groups;
@@ -533,7 +535,7 @@ void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t beg
       if (current.redo_if_needed(call, part)) continue;
       if constexpr (!Strided) {
         if (scale) {
-          current.template scale<Reader>(scale, call, part, nullptr, ahead);
+          current.scale(scale, call, part, nullptr, ahead);
           continue;
         }
       }
@@ -547,34 +549,39 @@ void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t beg
   if (call.stream) Vec::fence();
 }
 
-// The same where a vector loop scales the rows and may read them beside: while it scales a block,
-// it takes the sums of the next one, with the readers that AllRows gives.
+// The sum of a row beside which nothing was scaled; rare, so not inlined.
+template <class Vec, class Reader>
+[[gnu::noinline]] typename Vec::Scalar sum_alone(const Reader& row, std::int64_t width) {
+  return sum_of_squares<Vec, false>(row, width);
+}
+
+// As normalise_rows, but the sums of a block are taken while the one before it is scaled. AllRows:
+// it has at(), reader() and next(), as RowsInPlace.
 template <class Vec, class X, class AllRows, class Call>
 void normalise_overlapped(const Call& whole, const ForwardCall& call,
-                          ScaleRow<typename Vec::Scalar, typename AllRows::Next> scale,
+                          ScaleRow<typename Vec::Scalar, typename AllRows::Reader> scale,
                           std::int64_t begin, std::int64_t end) {
   using T = typename Vec::Scalar;
-  using Next = typename AllRows::Next;
   const std::int64_t part = call.d / call.groups;
   Part<Vec, X, false> blocks[2][kBlock];
   auto* block = blocks[0];
   auto* following = blocks[1];
-  Next readers[kBlock];  // of the following block
+  typename AllRows::Reader readers[kBlock];  // of the following block
   const int block_size = parts_of_block<X>(call);
   T* rstds = call.rstd ? static_cast<T*>(call.rstd) + begin * call.groups : nullptr;
 
-  AllRows rows(whole, begin, block_size);
+  AllRows rows(whole, begin);
   std::int64_t row = begin;
   std::int64_t group = 0;
   int count = 0;
   do {
     int next_count = 0;
     for (; next_count < block_size && row < end; ++next_count) {
-      auto& next = following[next_count];
-      next.row = row;
-      next.column = group * part;
-      next.reader = {rows.at(next.column), 1};
-      readers[next_count] = rows.reader(next.column);
+      auto& current = following[next_count];
+      current.row = row;
+      current.column = group * part;
+      current.reader = {rows.at(current.column), 1};
+      readers[next_count] = rows.reader(current.column);
       if (++group == call.groups) {
         group = 0;
         ++row;
@@ -582,17 +589,20 @@ void normalise_overlapped(const Call& whole, const ForwardCall& call,
       }
     }
     for (int i = 0; i < count; ++i) {
-      const Next* next = i < next_count ? &readers[i] : nullptr;
-      if (!block[i].redo_if_needed(call, part)) {
-        following[i].sum = block[i].scale(scale, call, part, next, 0);
-      } else if (next) {
-        following[i].sum = sum_of_part<Vec, X>(*next, part);
+      const bool redone = block[i].redo_if_needed(call, part);
+      if (i < next_count) {
+        following[i].sum = redone ? sum_alone<Vec>(readers[i], part)
+                                  : block[i].scale(scale, call, part, &readers[i], 0);
+      } else if (!redone) {
+        block[i].scale(scale, call, part, nullptr, 0);
       }
     }
     for (int i = count; i < next_count; ++i) {  // of the first block
-      following[i].sum = sum_of_part<Vec, X>(readers[i], part);
+      following[i].sum = sum_alone<Vec>(readers[i], part);
     }
-    for (int i = 0; i < count && rstds; ++i) *rstds++ = block[i].rstd;
+    if (rstds) {
+      for (int i = 0; i < count; ++i) *rstds++ = block[i].rstd;
+    }
     for (int i = 0; i < next_count; ++i) {
       following[i].rstd = inverse_rms<T>(call, following[i].sum);
     }
@@ -602,23 +612,19 @@ void normalise_overlapped(const Call& whole, const ForwardCall& call,
   if (call.stream) Vec::fence();
 }
 
-// Rows that are scaled while the next ones are read, if the call is of that kind; false if not.
+// Computes the rows so if a vector loop serves the call and counts every element; false if not.
 template <class Vec, class X, class AllRows, class Call>
 bool try_overlapped(const Call& whole, const ForwardCall& call, std::int64_t begin,
                     std::int64_t end) {
-  if constexpr (kOverlapped<Vec, X>) {
-    const auto scale = pick_scale<Vec, X, typename AllRows::Next>(call);
-    if (scale && call.width == call.d / call.groups) {
-      normalise_overlapped<Vec, X, AllRows>(whole, call, scale, begin, end);
-      return true;
-    }
-  }
-  return false;
+  const auto scale = pick_scale<Vec, X, typename AllRows::Reader>(call);
+  if (!scale || call.width != call.d / call.groups) return false;
+  normalise_overlapped<Vec, X, AllRows>(whole, call, scale, begin, end);
+  return true;
 }
 
 template <class Vec, class X, bool Strided>
 void forward_rows(const ForwardCall& call, std::int64_t begin, std::int64_t end) {
-  if constexpr (!Strided) {
+  if constexpr (!Strided && kOverlapped<Vec, X>) {
     if (try_overlapped<Vec, X, RowsInPlace<Vec, X, false>>(call, call, begin, end)) return;
   }
   normalise_rows<Vec, X, Strided, RowsInPlace<Vec, X, Strided>>(call, call, begin, end);

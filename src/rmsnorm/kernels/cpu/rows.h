@@ -17,8 +17,8 @@ namespace rmsnorm {
 namespace {
 
 constexpr std::size_t kCacheLine = 64;
-// How far ahead of what is read a row is fetched where nothing has touched it: farther than the
-// memory takes, and nearer than a first-level cache is large.
+// How far ahead a row is fetched that comes from memory: far enough for it to arrive in time, near
+// enough for it to be in the first cache still when it is read.
 constexpr std::uintptr_t kFetchBytes = 1024;
 
 // Fetches `Bytes` bytes from `ahead` bytes after `place` on; the sum may wrap around.
@@ -39,8 +39,9 @@ struct RowReader {
 
   T at(std::int64_t i) const { return narrow<T>(widen(data[Strided ? i * stride : i])); }
 
-  // Fetches two registers of elements that are read kFetchBytes after those from number i on.
+  // Fetches what lies kFetchBytes after two registers of elements from number i on.
   void fetch_pair(std::int64_t i) const {
+    static_assert(!Strided);
     fetch<2 * Vec::kLanes * sizeof(X)>(data + i, kFetchBytes);
   }
 
@@ -62,14 +63,16 @@ struct RowReader {
   }
 };
 
-// The lanes of one accumulator.
+// The lanes of one accumulator, and the elements of one step of four accumulators.
 template <class T>
 constexpr int kLanesOf = sizeof(T) == 4 ? 8 : 4;
+template <class T>
+constexpr int kStepOf = 4 * kLanesOf<T>;
 
-// How many of `width` elements are in whole steps of four accumulators.
+// How many of `width` elements are in whole steps.
 template <class T>
 constexpr std::int64_t whole_steps(std::int64_t width) {
-  return width - width % (4 * kLanesOf<T>);
+  return width - width % kStepOf<T>;
 }
 
 // The four accumulators of L lanes, in as many registers as they fill and in whatever order of
@@ -79,7 +82,7 @@ struct Accumulators {
   using T = typename Vec::Scalar;
   using Reg = typename Vec::Reg;
   static constexpr int kLanes = kLanesOf<T>;
-  static constexpr int kStep = 4 * kLanes;  // elements of one step
+  static constexpr int kStep = kStepOf<T>;
   static constexpr int kRegs = kStep / Vec::kLanes;
   static_assert(kRegs % 2 == 0);
 
@@ -110,13 +113,13 @@ struct Accumulators {
 template <class Acc, class AddStep>
 [[gnu::always_inline]] inline Acc cascade(std::int64_t steps, const AddStep& add_step) {
   constexpr int kShortest = 4;
-  // Sums of their own, so that they stay in registers.
-  const auto level0 = [&](std::int64_t from, std::int64_t to) __attribute__((always_inline)) {
+  // In accumulators of their own, so that these stay in registers.
+  const auto add_steps = [&](std::int64_t from, std::int64_t to) __attribute__((always_inline)) {
     Acc acc;
     for (std::int64_t k = from; k < to; ++k) add_step(acc, k * Acc::kStep);
     return acc;
   };
-  if (steps <= std::int64_t{1} << kShortest) return level0(0, steps);
+  if (steps <= std::int64_t{1} << kShortest) return add_steps(0, steps);
   int log2 = 0;  // ceil(log2(steps))
   while ((std::int64_t{1} << log2) < steps) ++log2;
   const int p = log2 / 4 > kShortest ? log2 / 4 : kShortest;
@@ -125,7 +128,7 @@ template <class Acc, class AddStep>
   Acc level1, level2, level3;
   std::int64_t k = 0;
   while (k + level_steps <= steps) {
-    level1.add(level0(k, k + level_steps));
+    level1.add(add_steps(k, k + level_steps));
     k += level_steps;
     if ((k >> p) & mask) continue;
     level2.add(level1);
@@ -134,7 +137,7 @@ template <class Acc, class AddStep>
     level3.add(level2);
     level2.clear();
   }
-  Acc sum = level0(k, steps);
+  Acc sum = add_steps(k, steps);
   sum.add(level1);
   sum.add(level2);
   sum.add(level3);
@@ -250,7 +253,7 @@ class KeepSubnormals {
 #endif
 };
 
-// Walks over the rows in order; the offset of each in elements of x.
+// Walks over the rows in order; the offset of each in elements.
 class RowCursor {
  public:
   RowCursor(const OuterDims& outer, std::int64_t row) : outer_(outer) {
@@ -275,22 +278,20 @@ class RowCursor {
     step_ = outer_.stride[last];
     left_ = outer_.size[last] - index_[last];
   }
+  // From the end of the last dimension to its beginning, and one on in those before it.
   [[gnu::noinline]] void carry() {
-    int dim = outer_.rank - 1;
-    if (dim < 0) return;
-    index_[dim] = outer_.size[dim];
-    for (; dim >= 0 && index_[dim] == outer_.size[dim]; --dim) {
+    for (int dim = outer_.rank - 1;;) {
       index_[dim] = 0;
       offset_ -= outer_.size[dim] * outer_.stride[dim];
-      if (dim == 0) break;
-      ++index_[dim - 1];
-      offset_ += outer_.stride[dim - 1];
+      if (--dim < 0) break;
+      offset_ += outer_.stride[dim];
+      if (++index_[dim] < outer_.size[dim]) break;
     }
     enter_last_dim();
   }
 
   const OuterDims& outer_;
-  std::int64_t index_[kMaxRank];
+  std::int64_t index_[kMaxRank];  // of the last dimension: where it was entered; left_ counts there
   std::int64_t offset_ = 0;
   std::int64_t step_ = 0;
   std::int64_t left_ = 0;
