@@ -479,6 +479,7 @@ struct Part {
     return __builtin_expect(out_of_range(call, sum), 0) &&
            redo(call, reader, column, size, row, rstd);
   }
+
   // What scale_row returns.
   template <class Next>
   typename Vec::Scalar scale(ScaleRow<typename Vec::Scalar, Next> loop, const ForwardCall& call,
