@@ -26,6 +26,7 @@ HALVES = (torch.bfloat16, torch.float16)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 KERNELS = cpu_isa() is not None
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="only the kernels promise this")
 
 UNGATED = {name: specs[name] for name in specs if specs[name].gate is None}
 # The named conventions, and every other field of NormSpec at least once.

@@ -22,6 +22,7 @@ from calls import (
     check_gradients,
     compute_dtype,
     grid_hashes,
+    needs_kernels,
     norm_gradients,
     other_isas,
     rows_of,
@@ -36,7 +37,6 @@ SPECS = {
     "groups_llama": replace(specs.llama, groups=2),
     "groups_original": replace(specs.original, groups=3, offset=1.0),
 }
-needs_kernels = pytest.mark.skipif(not KERNELS, reason="only the kernels promise this")
 
 
 def _drawn(dtype: torch.dtype, rows: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:

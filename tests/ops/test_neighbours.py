@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 import oracle
-from calls import KERNELS, check_gradients, norm_gradients, same_bits, weight_of
+from calls import check_gradients, needs_kernels, norm_gradients, same_bits, weight_of
 from rmsnorm import add_rms_norm, rms_norm, specs
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # From 2048 on, float32 rows are differentiated side by side; 17 fills no block of rows.
 WIDTHS = (5, 40, 128, 700, 2048, 4100)
 ROWS = 17
-
-needs_kernels = pytest.mark.skipif(not KERNELS, reason="only the kernels promise this")
 
 
 def odd_rows(dtype: torch.dtype, d: int, seed: int) -> tuple[Tensor, Tensor]:

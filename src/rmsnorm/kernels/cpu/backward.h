@@ -122,8 +122,8 @@ inline double divisor(const BackwardCall& call) {
   return call.divide || call.eps_in == EpsIn::clamp ? static_cast<double>(call.width) : 1.0;
 }
 
-// k / c^2 * sum(u * xhat): what xhat is multiplied by. k has no value at a row of
-// zeros, whose sum is 0.
+// k / c^2 * sum(u * xhat): what xhat is multiplied by. k has no value at a row of zeros, whose sum
+// is 0.
 template <class T>
 T mean_along(const BackwardCall& call, T c_squared, T rstd, T along) {
   const T mean = along / c_squared;
@@ -328,15 +328,14 @@ GradientSums<typename Vec::Scalar> overlapped_gradient(
     const Tile<X, DY, typename Vec::Scalar>& tile,
     const NextPart<X, DY, typename Vec::Scalar>& next) {
   using T = typename Vec::Scalar;
-  constexpr int kPair = 2 * Vec::kLanes;
   const Gradients<Vec, X, DY, 1, true, Dweight, Dresidual, Stream> gradients(tile);
   const X* x = next.x;
   const DY* dy = next.dy;
   const std::int64_t count = tile.count;
   const auto beside = [&](std::int64_t i) __attribute__((always_inline)) {
     if constexpr (Stream) {  // as in scale_row
-      fetch<kPair * sizeof(X)>(x + i, kFetchBytes);
-      fetch<kPair * sizeof(DY)>(dy + i, kFetchBytes);
+      RowReader<Vec, X, false>{x, 1}.fetch_pair(i);
+      RowReader<Vec, DY, false>{dy, 1}.fetch_pair(i);
     }
     gradients.pair(i);
   };
@@ -742,11 +741,6 @@ class DirectRows {
         if (call_.dx) tile.dx[r] += part_;
       }
     }
-  }
-
-  // Unsigned: it wraps around, and back when it is added.
-  static std::uintptr_t distance(const void* from, const void* to) {
-    return reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from);
   }
 
   // One part of the rows of a tile, and the sums of the next part, if there is one and it overlaps.

@@ -526,11 +526,8 @@ void normalise_rows(const Call& whole, const ForwardCall& call, std::int64_t beg
       }
     }
     for (int i = 0; i < count; ++i) block[i].rstd = inverse_rms<T>(call, block[i].sum);
-    // Unsigned: the difference wraps around, and back when it is added.
-    const std::uintptr_t ahead = row < end
-                                     ? reinterpret_cast<std::uintptr_t>(rows.source(group * part)) -
-                                           reinterpret_cast<std::uintptr_t>(block[0].reader.data)
-                                     : 0;
+    const std::uintptr_t ahead =
+        row < end ? distance(block[0].reader.data, rows.source(group * part)) : 0;
     for (int i = 0; i < count; ++i) {
       auto& current = block[i];
       if (current.redo_if_needed(call, part)) continue;

@@ -21,6 +21,11 @@ constexpr std::size_t kCacheLine = 64;
 // enough for it to be in the first cache still when it is read.
 constexpr std::uintptr_t kFetchBytes = 1024;
 
+// The bytes between two places. Unsigned: it wraps around, and back when it is added.
+inline std::uintptr_t distance(const void* from, const void* to) {
+  return reinterpret_cast<std::uintptr_t>(to) - reinterpret_cast<std::uintptr_t>(from);
+}
+
 // Fetches `Bytes` bytes from `ahead` bytes after `place` on; the sum may wrap around.
 template <std::size_t Bytes>
 [[gnu::always_inline]] inline void fetch(const void* place, std::uintptr_t ahead) {
