@@ -1,9 +1,9 @@
 """The direct call, compiled from kernels/cpu/python_entry.cpp; see rmsnorm/ops/direct.py."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rmsnorm.spec import NormSpec
 
@@ -18,15 +18,9 @@ def rms_norm(
     out: Tensor = ...,
     /,
 ) -> Tensor | Literal[True] | None: ...
+def module(module: nn.Module, x: Tensor, /) -> Tensor | Literal[True] | None: ...
 def proven(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None,
-    spec: NormSpec,
-    width: int,
-    dtypes: int,
-    trained: int,
-    /,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /
 ) -> Tensor | Literal[True] | None: ...
 def add_rms_norm(
     x: Tensor,

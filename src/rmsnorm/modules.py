@@ -18,7 +18,7 @@ from rmsnorm.ops.direct import entry
 from rmsnorm.ops.route import as_shape
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
 
-_direct = None if entry is None else entry.rms_norm
+_direct = None if entry is None else entry.module
 
 
 class _Norm(nn.Module):
@@ -131,21 +131,17 @@ class RMSNorm(_Norm):
             TypeError: a dtype that has no RMSNorm.
             RuntimeError: x, residual and the weight are on different devices.
         """
+        found = None
+        if _direct is not None and residual is None and not is_dynamo_compiling():
+            found = _direct(self, x)
+            if found is not None and found is not True:
+                y: Tensor = found
+                return y
         # `self.weight` would search the class and __getattr__ first.
         weight = self._parameters.get("weight")
         ndim = len(self.normalized_shape)
-        if (
-            _direct is not None
-            and residual is None
-            and weight is not None
-            and not is_dynamo_compiling()
-        ):
-            found = _direct(x, weight, self.eps, self.spec, ndim)
-            if found is True:
-                return operation.forward_plain(x, weight, self.eps, self.spec, ndim)
-            if found is not None:
-                y: Tensor = found
-                return y
+        if found is True and weight is not None:
+            return operation.forward_plain(x, weight, self.eps, self.spec, ndim)
         if weight is None:
             weight = self.weight  # a parametrization, or None
         if weight is None:  # otherwise the operation compares x with the weight

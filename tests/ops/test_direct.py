@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -345,8 +346,25 @@ def bit(x: torch.dtype | None, weight: torch.dtype | None) -> int:
     return 1 << (5 * PAIRED.index(x) + PAIRED.index(weight))
 
 
-def proven(x: Any, weight: Any, width: int, dtypes: int, trained: int = 0, eps: Any = 1e-6) -> Any:
-    return entry.proven(x, weight, eps, specs["torch"], width, dtypes, trained)
+class Module:
+    """Has what C++ reads of a module: its attributes."""
+
+    def __init__(self, weight: Any, **attributes: Any) -> None:
+        self._parameters = {"weight": weight}
+        self.__dict__.update(attributes)
+
+
+def swapped(
+    weight: Any, width: Any, dtypes: Any, trained: Any = 0, eps: Any = 1e-6, **attributes: Any
+) -> Module:
+    name = None if weight is None else "weight"
+    found = (name, None, eps, specs["torch"], width, dtypes, trained)
+    plan = types.SimpleNamespace(direct=found)
+    return Module(weight, **{"_rmsnorm_plan": plan} | attributes)
+
+
+def proven(x: Any, *arguments: Any) -> Any:
+    return entry.proven(swapped(*arguments), (x,), {})
 
 
 @needs_entry
@@ -410,11 +428,102 @@ def test_what_is_not_proven() -> None:
         assert proven(*wrong, every, every) is None, wrong[1:]
     for eps in 1, True, -1e-6, float("nan"), float("inf"), 1e300, torch.tensor(1e-6), "1":
         assert proven(x, weight, 8, every, every, eps) is None, eps
-    assert entry.proven(x, weight, 1e-6, specs["torch"], 8, every) is None
     for around in AROUND.values():
         with around():
             assert proven(x, weight, 8, every, every) is None
     assert same_bits(proven(x, weight, 8, every), operation.op(x, weight, None, 1e-6))
+
+
+class Raises:
+    @property
+    def direct(self) -> Any:
+        raise ValueError("no plan")
+
+
+class Interrupts:
+    @property
+    def direct(self) -> Any:
+        raise KeyboardInterrupt
+
+
+@needs_entry
+def test_swapped_modules_that_are_not_proven() -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    own = bit(torch.float32, torch.float32)
+    module = swapped(weight, 8, own)
+    expected = operation.op(x, weight, None, 1e-6)
+    assert same_bits(entry.proven(module, (x,), {}), expected)
+    for arguments in (
+        (),
+        (module,),
+        (module, (x,)),
+        (module, x, {}),
+        (module, (), {}),
+        (module, (x, x), {}),
+        (module, (x,), {"x": x}),
+        (module, (), {"x": x}),
+        (module, (x,), None),
+        (None, (x,), {}),
+        (5, (x,), {}),
+    ):
+        assert entry.proven(*arguments) is None, arguments[1:]
+    found = module._rmsnorm_plan.direct  # type: ignore[attr-defined]
+    for attributes in (
+        {"_rmsnorm_plan": None},
+        {"_rmsnorm_plan": types.SimpleNamespace()},
+        {"_rmsnorm_plan": types.SimpleNamespace(direct=None)},
+        {"_rmsnorm_plan": types.SimpleNamespace(direct=found[:-1])},
+        {"_rmsnorm_plan": types.SimpleNamespace(direct=list(found))},
+        {"_rmsnorm_plan": types.SimpleNamespace(direct=(["weight"], *found[1:]))},
+        {"_rmsnorm_plan": types.SimpleNamespace(direct=("other", *found[1:]))},
+        {"_rmsnorm_plan": types.SimpleNamespace(direct=("weight", "eps", *found[2:]))},
+        {"_rmsnorm_plan": Raises()},
+        {"_rmsnorm_slot": object()},
+        {"_parameters": {}},
+        {"_parameters": {"weight": None}},
+        {"_parameters": None},
+    ):
+        assert entry.proven(swapped(weight, 8, own, **attributes), (x,), {}) is None, attributes
+    with pytest.raises(KeyboardInterrupt):
+        entry.proven(swapped(weight, 8, own, _rmsnorm_plan=Interrupts()), (x,), {})
+    named = types.SimpleNamespace(direct=("weight", "variance_epsilon", 0.0, *found[3:]))
+    for eps in 1e-6, None, 1, "1", -1.0, float("inf"):
+        module = swapped(weight, 8, own, _rmsnorm_plan=named, variance_epsilon=eps)
+        y = entry.proven(module, (x,), {})
+        assert same_bits(y, expected) if eps == 1e-6 else y is None, eps
+
+
+@needs_entry
+def test_modules_whose_attributes_are_not_plain() -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    plain = {"eps": 1e-6, "spec": specs["torch"], "normalized_shape": (8,)}
+    expected = operation.op(x, weight, None, 1e-6)
+    assert same_bits(entry.module(Module(weight, **plain), x), expected)
+    assert same_bits(entry.module(Module(weight, **plain | {"spec": "torch"}), x), expected)
+    for wrong in (
+        {"eps": 1},
+        {"eps": -1.0},
+        {"eps": torch.tensor(1e-6)},
+        {"spec": None},
+        {"spec": "none such"},
+        {"spec": []},
+        {"normalized_shape": [8]},
+        {"normalized_shape": 8},
+        {"normalized_shape": ()},
+        {"normalized_shape": (3, 8)},
+        {"_parameters": {"weight": None}},
+        {"_parameters": {}},
+        {"_parameters": []},
+    ):
+        assert entry.module(Module(weight, **plain | wrong), x) is None, wrong
+    for name in plain:
+        fewer = {key: value for key, value in plain.items() if key != name}
+        assert entry.module(Module(weight, **fewer), x) is None, name
+    for arguments in ((), (Module(weight, **plain),), (None, x), (5, x), (Module(weight), None)):
+        assert entry.module(*arguments) is None
+    for around in AROUND.values():
+        with around():
+            assert entry.module(Module(weight, **plain), x) is None
 
 
 class Seen(TorchDispatchMode):

@@ -127,12 +127,25 @@ def guards_of(module: nn.Module, found: Hypothesis) -> Guards | None:
 
 
 class Direct(NamedTuple):
-    """A call that C++ compares with the proof: the names of weight and eps in the module, and what
-    ``entry.proven`` is given beside them."""
+    """What C++ compares a call with (``entry.proven``).
+
+    Args:
+        weight: the name of the module's weight, or ``None`` if it has none.
+        eps_name: the attribute that holds eps, or ``None`` if it is hard-coded.
+        eps: the hard-coded one.
+        spec: the convention.
+        width: of a row, or 0 for any.
+        dtypes: the proven ones, as :func:`~rmsnorm.ops.direct.dtype_bits` has them.
+        trained: those whose gradients are proven too.
+    """
 
     weight: str | None
-    eps: str | None
-    rest: tuple[NormSpec, int, int, int]
+    eps_name: str | None
+    eps: float
+    spec: NormSpec
+    width: int
+    dtypes: int
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -200,8 +213,9 @@ class Plan:
             return None
         weight = None if self.weight is None else self.weight.name
         width = 0 if self.shape is None else self.shape[0]
+        eps_name = eps_path[0] if eps_path else None
         dtypes = dtype_bits(self.pairs), dtype_bits(self.training)
-        return Direct(weight, eps_path[0] if eps_path else None, (self.spec, width, *dtypes))
+        return Direct(weight, eps_name, self.eps, self.spec, width, *dtypes)
 
     def eps_of(self, module: nn.Module) -> Any:
         """The eps that ``module`` uses now."""

@@ -167,6 +167,11 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             module.__dict__[_PLAN] = None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The compiler traces no call of C++.
+        if entry is not None and not is_dynamo_compiling():
+            y = entry.proven(self, args, kwargs)
+            if y is not None and y is not True:
+                return y
         # A bound method that outlived unpatch() finds no plan.
         plan = getattr(self, _PLAN, None)
         if args and type(args[0]) is Stream:
@@ -174,23 +179,6 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             if normed is not None:
                 return normed
             args = (args[0].tensor, *args[1:])
-        elif (
-            plan is not None
-            and entry is not None
-            and len(args) == 1
-            and not kwargs
-            and not is_dynamo_compiling()  # which traces neither a cached property nor the call
-            and plan.direct is not None
-            and getattr(self, SLOT, None) is None  # which may hold the result
-        ):
-            weight_name, eps_name, rest = plan.direct
-            # Without a weight among the parameters there is none, and no such pair was proven.
-            weight = weight_name and self._parameters.get(weight_name)
-            # One of the class is left to plan.operands: to C++, none would be the spec's.
-            eps = self.__dict__.get(eps_name) if eps_name else plan.eps
-            y = None if eps is None else entry.proven(args[0], weight, eps, *rest)
-            if y is not None and y is not True:
-                return y
         if plan is not None:
             x = None
             if not kwargs and len(args) == 1:

@@ -60,6 +60,23 @@ struct Setup {
 };
 Setup setup;
 
+// Attributes of a module, and of the plan of a swapped one (rmsnorm/rewrite/swap.py).
+struct Names {
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* weight = PyUnicode_InternFromString("weight");
+  PyObject* eps = PyUnicode_InternFromString("eps");
+  PyObject* spec = PyUnicode_InternFromString("spec");
+  PyObject* shape = PyUnicode_InternFromString("normalized_shape");
+  PyObject* plan = PyUnicode_InternFromString("_rmsnorm_plan");
+  PyObject* slot = PyUnicode_InternFromString("_rmsnorm_slot");
+  PyObject* direct = PyUnicode_InternFromString("direct");
+
+  bool complete() const {
+    return parameters && weight && eps && spec && shape && plan && slot && direct;
+  }
+};
+const Names* names = nullptr;
+
 // The specs of the last calls by the identity of their objects, which are kept alive.
 struct KnownSpec {
   PyObject* object = nullptr;
@@ -301,20 +318,101 @@ PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return objects[5];
 }
 
-// proven(x, weight, eps, spec, width, dtypes, trained) -> y, True or None: rms_norm over the last
-// dimension for the width and the dtypes that `fits` of DirectTable accepts, or for those of
-// `trained` where there is a gradient.
-PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+// What stands in a dict under `name`, which is the dict's; null if there is nothing.
+PyObject* item(PyObject* dict, PyObject* name) {
+  PyObject* found = dict && PyDict_Check(dict) ? PyDict_GetItemWithError(dict, name) : nullptr;
+  if (!found) PyErr_Clear();  // of a name that cannot be hashed
+  return found;
+}
+
+// The parameter of a module with these attributes; null if there is none.
+PyObject* parameter(PyObject* attributes, PyObject* name) {
+  return item(item(attributes, names->parameters), name);
+}
+
+// A reference that ends with its scope.
+class Reference {
+ public:
+  explicit Reference(PyObject* object) : object_(object) {
+    // An interrupt is not ours to drop.
+    if (!object && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+  }
+  ~Reference() { Py_XDECREF(object_); }
+  Reference(const Reference&) = delete;
+  Reference& operator=(const Reference&) = delete;
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+// module(module, x) -> y, True or None: rms_norm with the weight, the eps, the spec and the number
+// of dimensions of an rmsnorm.RMSNorm, whose attributes are read here since Python would search
+// its classes for each.
+PyObject* module_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
+  if (count != 2 || !setup.table || !surroundings_are_plain()) return declined();
+  call.x = handle_of(objects[1]);
+  if (!call.x) return declined();
+  const Reference attributes(PyObject_GenericGetDict(objects[0], nullptr));
+  PyObject* spec = item(attributes.get(), names->spec);
+  call.spec = spec ? find_spec(spec) : nullptr;
+  if (!call.spec) return declined();
+  // From here on nothing else runs in Python, so what is the module's stays.
+  PyObject* weight = parameter(attributes.get(), names->weight);
+  PyObject* eps = item(attributes.get(), names->eps);
+  PyObject* shape = item(attributes.get(), names->shape);
+  call.weight = weight ? handle_of(weight) : nullptr;
+  if (!call.weight || !eps || !read_eps(eps, call) || !shape || !PyTuple_Check(shape)) {
+    return declined();
+  }
+  call.ndim = PyTuple_Size(shape);
+  if (call.ndim == 0) return declined();
+  return normalise(call, is_differentiated(call.x, call.weight));
+}
+
+// What `Plan.direct` holds (rmsnorm/rewrite/plan.py).
+enum Proven { kWeightName, kEpsName, kEps, kSpec, kWidth, kDtypes, kTrained, kProvenFields };
+
+// proven(module, args, kwargs) -> y, True or None: what a swapped module computes from one
+// positional argument, where its plan covers that call.
+PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  if (count != 3 || !setup.table || !PyTuple_Check(objects[1]) || PyTuple_Size(objects[1]) != 1 ||
+      !PyDict_Check(objects[2]) || PyDict_Size(objects[2]) != 0 || !surroundings_are_plain()) {
+    return declined();
+  }
+  DirectCall call;
+  call.x = handle_of(PyTuple_GetItem(objects[1], 0));
+  call.ndim = 1;
+  if (!call.x) return declined();
+  const Reference attributes(PyObject_GenericGetDict(objects[0], nullptr));
+  PyObject* plan = item(attributes.get(), names->plan);
+  // A slot may hold the result.
+  if (!plan || plan == Py_None || item(attributes.get(), names->slot)) return declined();
+  const Reference direct(PyObject_GetAttr(plan, names->direct));
+  if (!direct.get() || !PyTuple_Check(direct.get()) ||
+      PyTuple_Size(direct.get()) != kProvenFields) {
+    return declined();
+  }
+  const auto field = [&](Proven which) { return PyTuple_GetItem(direct.get(), which); };
+  call.spec = find_spec(field(kSpec));
   std::int64_t width = 0;
   std::int64_t dtypes = 0;
   std::int64_t trained = 0;
-  if (count != 7 || !setup.table || !surroundings_are_plain()) return declined();
-  call.x = handle_of(objects[0]);
-  call.ndim = 1;
-  if (!call.x || !read_norm(objects + 1, call) || !read_int(objects[4], width) ||
-      !read_int(objects[5], dtypes) || !read_int(objects[6], trained)) {
+  if (!call.spec || !read_int(field(kWidth), width) || !read_int(field(kDtypes), dtypes) ||
+      !read_int(field(kTrained), trained)) {
     return declined();
+  }
+  // From here on nothing else runs in Python, so what is the module's stays.
+  PyObject* eps_name = field(kEpsName);
+  PyObject* eps = eps_name == Py_None ? field(kEps) : item(attributes.get(), eps_name);
+  // None would be the spec's, and is left to the class.
+  if (!eps || eps == Py_None || !read_eps(eps, call)) return declined();
+  PyObject* weight_name = field(kWeightName);
+  if (weight_name != Py_None) {
+    PyObject* weight = parameter(attributes.get(), weight_name);
+    // Without one, no pair was proven.
+    if (!weight || !optional_handle_of(weight, call.weight)) return declined();
   }
   const bool differentiated = is_differentiated(call.x, call.weight);
   const auto accepted = static_cast<std::uint64_t>(differentiated ? trained : dtypes);
@@ -438,6 +536,11 @@ PyObject* connect(PyObject*, PyObject* arguments) {
     found.thread_keys[i][0] = states[i][1];
     found.thread_keys[i][1] = states[i][2];
   }
+  if (!names) {
+    auto made = std::make_unique<Names>();
+    if (!made->complete()) return nullptr;
+    names = made.release();
+  }
   Py_INCREF(tensor_type);
   Py_INCREF(parameter_type);
   Py_INCREF(found.encode);
@@ -452,6 +555,7 @@ PyCFunction as_c_function(Function* function) {
 
 PyMethodDef methods[] = {
     {"rms_norm", as_c_function(rms_norm), METH_FASTCALL, nullptr},
+    {"module", as_c_function(module_norm), METH_FASTCALL, nullptr},
     {"proven", as_c_function(proven), METH_FASTCALL, nullptr},
     {"add_rms_norm", as_c_function(add_rms_norm), METH_FASTCALL, nullptr},
     {"add_rms_norm_", as_c_function(add_rms_norm_in_place), METH_FASTCALL, nullptr},
