@@ -178,12 +178,14 @@ def check_eps(eps: object) -> float:
         1.0
     """
     value = _number("eps", eps)
-    if not value >= 0.0 or math.isinf(value):
+    if not 0.0 <= value < math.inf:
         raise ValueError(f"eps is {eps!r}; expected a finite number of at least 0")
     return value
 
 
 def _number(name: str, value: object) -> float:
+    if type(value) is float:  # also one that torch.compile traces, of which it cannot ask the next
+        return value
     if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; expected a number")
     return float(value)

@@ -49,6 +49,10 @@ def test_whole_models(short: None, tiny_llama: Path, capsys: pytest.CaptureFixtu
         assert {"value", "low", "high"} == {*work["variants"]["patched"]["gone"]}
     assert inspection["speed"]["left"] == []
 
+    assert main([*arguments, "--work", "decoding", "--json"]) == 0
+    (inspection,) = json.loads(capsys.readouterr().out)["inspections"]
+    assert [work["what"].split()[0] for work in inspection["speed"]["works"]] == ["decoding"]
+
 
 def test_without_it_no_whole_model_is_timed(
     tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -60,6 +64,10 @@ def test_without_it_no_whole_model_is_timed(
     assert "speed" not in inspection
 
 
-def test_compile_is_about_speed(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_and_work_are_about_speed(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(tiny_llama), "--compile"]) == 2
     assert "--compile is about --speed" in capsys.readouterr().err
+    assert main(["inspect", str(tiny_llama), "--work", "prefill"]) == 2
+    assert "--work is about --speed" in capsys.readouterr().err

@@ -479,11 +479,16 @@ def test_swapped_modules_that_are_not_proven() -> None:
         {"_rmsnorm_plan": types.SimpleNamespace(direct=("weight", "eps", *found[2:]))},
         {"_rmsnorm_plan": Raises()},
         {"_rmsnorm_slot": object()},
+        {"_rmsnorm_slot": types.SimpleNamespace(least="25")},
+        {"_rmsnorm_slot": types.SimpleNamespace(least=24)},
         {"_parameters": {}},
         {"_parameters": {"weight": None}},
         {"_parameters": None},
     ):
         assert entry.proven(swapped(weight, 8, own, **attributes), (x,), {}) is None, attributes
+    for slot in None, types.SimpleNamespace(least=25):  # there are 24 elements
+        module = swapped(weight, 8, own, _rmsnorm_slot=slot)
+        assert same_bits(entry.proven(module, (x,), {}), expected)
     with pytest.raises(KeyboardInterrupt):
         entry.proven(swapped(weight, 8, own, _rmsnorm_plan=Interrupts()), (x,), {})
     named = types.SimpleNamespace(direct=("weight", "variance_epsilon", 0.0, *found[3:]))

@@ -1,10 +1,23 @@
-"""Small norm classes as people write them, and modules that look like norms and are not."""
+"""Small norm classes as people write them, modules that look like norms and are not, and patching
+with residual additions."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from rmsnorm import PatchReport, patch
+
+
+def fused(model: nn.Module) -> PatchReport:
+    """Patch ``model`` with its residual additions, those of short inputs too."""
+    report = patch(model, fuse_residual=True)
+    for module in model.modules():
+        for name in "_rmsnorm_course", "_rmsnorm_slot":
+            if module.__dict__.get(name) is not None:
+                module.__dict__[name].least = 0
+    return report
 
 
 class CastThenWeight(nn.Module):

@@ -615,8 +615,10 @@ def test_training_takes_it_only_where_gradients_are_proven(watched: Watched) -> 
             assert watched.computed == [False, True]
 
 
-def test_the_compiler_may_be_the_first_to_call() -> None:
+@pytest.mark.parametrize("least", [0, swap.LEAST_COMPILED])
+def test_the_compiler_may_be_the_first_to_call(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared in C++ is worked out at the first call, which the compiler cannot trace."""
+    monkeypatch.setattr(swap, "LEAST_COMPILED", least)
     plain = norms.WeightThenCast(D)
     norm = copy.deepcopy(plain)
     assert patch(norm).swapped

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rewrite.norms import fused
 from rmsnorm import PatchReport, patch, unpatch
 from rmsnorm.ops.rms_norm import has_kernels
 
 WIDTH, HEADS, VOCABULARY = 64, 4, 96
-# 1024 rows of 64: from here on additions are joined with norms.
-TOKENS = torch.arange(1024).reshape(1, 1024) * 7 % VOCABULARY
+TOKENS = torch.arange(96).reshape(1, 96) * 7 % VOCABULARY
 
 Past = tuple[Tensor, Tensor]
 
@@ -148,13 +148,9 @@ def plain(model: OwnModel) -> PatchReport:
     return patch(model)
 
 
-def joined(model: OwnModel) -> PatchReport:
-    return patch(model, fuse_residual=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("norm", "convention"), [(OwnNorm, "llama"), (RoundsOnce, "olmo2")])
-@pytest.mark.parametrize("change", [plain, joined])
+@pytest.mark.parametrize("change", [plain, fused])
 def test_logits_are_identical(
     change: Callable[[OwnModel], PatchReport],
     norm: type[OwnNorm],
@@ -173,7 +169,7 @@ def test_logits_are_identical(
 
 
 @pytest.mark.parametrize("block", [Block, InPlaceBlock])
-@pytest.mark.parametrize("change", [plain, joined])
+@pytest.mark.parametrize("change", [plain, fused])
 def test_gradients_are_equal(change: Callable[[OwnModel], PatchReport], block: type[Block]) -> None:
     model = prepared(OwnModel(block))
     loss, *before = loss_and_gradients(model)
@@ -200,7 +196,7 @@ class Joins(TorchDispatchMode):
 
 def test_sums_are_joined_with_the_norm_of_the_next_block() -> None:
     model = prepared(OwnModel())
-    assert [(block.name, block.fused) for block in joined(model).blocks] == [
+    assert [(block.name, block.fused) for block in fused(model).blocks] == [
         ("blocks.0", True),
         ("blocks.1", True),
     ]
@@ -220,7 +216,7 @@ def test_sums_are_joined_with_the_norm_of_the_next_block() -> None:
 def test_sums_that_are_left(block: type[Block], reason: str) -> None:
     model = prepared(OwnModel(block))
     before = results(model)
-    report = joined(model)
+    report = fused(model)
     assert len(report.swapped) == 9
     assert [(block.fused, block.reason) for block in report.blocks] == [(False, reason)] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, results(model), strict=True))

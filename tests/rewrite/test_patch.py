@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from rewrite import norms
 from rmsnorm import GatedRMSNorm, PatchReport, RMSNorm, identify, patch, specs, unpatch
+from rmsnorm.rewrite import swap
 from rmsnorm.rewrite.swap import Swapped
 
 D = 48
@@ -664,7 +666,12 @@ def test_autocast_takes_the_own_code() -> None:
         assert not is_swapped(norm)
 
 
-def test_compile_export_and_trace() -> None:
+EITHER_WAY = pytest.mark.parametrize("least", [0, swap.LEAST_COMPILED])
+
+
+@EITHER_WAY
+def test_compile_export_and_trace(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "LEAST_COMPILED", least)
     model = nn.Sequential(nn.Linear(D, D), norms.WeightThenCast(D), nn.RMSNorm(D, eps=1e-5))
     before = model(rows())
     patch(model)
@@ -684,7 +691,53 @@ def test_compile_export_and_trace() -> None:
     assert torch.equal(symbolic(rows()), before)
 
 
-def test_a_model_compiled_before_it_is_patched() -> None:
+@pytest.mark.parametrize(
+    ("shape", "dynamic", "operations"),
+    [
+        ((1, 1), False, 0),
+        ((1, swap.LEAST_COMPILED // D - 1), False, 0),
+        ((1, -(-swap.LEAST_COMPILED // D)), False, 2),
+        ((3, 5), True, 2),  # how many there will be is not known
+    ],
+)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_small_norm_is_left_to_the_compiler(
+    shape: tuple[int, ...], dynamic: bool, operations: int, tracked: bool
+) -> None:
+    model = nn.Sequential(norms.WeightThenCast(D), nn.RMSNorm(D, eps=1e-5))
+    x = torch.randn(*shape, D)
+    expected = model(x)
+    patch(model)
+    torch._dynamo.reset()
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    with torch.set_grad_enabled(tracked):
+        assert torch.equal(compiled(x), expected)
+        if dynamic:  # it is one graph for all
+            more = torch.randn(7, 90, D)
+            assert torch.equal(compiled(more), model(more))
+    (graph,) = backend.fw_graphs
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert sum(target.startswith("rmsnorm.") for target in targets) == operations
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_exported_graph_holds_the_operation(strict: bool, dynamic: bool) -> None:
+    model = nn.Sequential(norms.WeightThenCast(D), nn.RMSNorm(D, eps=1e-5))
+    patch(model)
+    x = torch.randn(4, D)
+    shapes = ({0: torch.export.Dim("rows")},) if dynamic else None
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,), dynamic_shapes=shapes, strict=strict)
+        assert torch.equal(exported.module()(x), model(x))
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert sum(target.startswith("rmsnorm.") for target in targets) == 2
+
+
+@EITHER_WAY
+def test_a_model_compiled_before_it_is_patched(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "LEAST_COMPILED", least)
     model = nn.Sequential(norms.WeightThenCast(D))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

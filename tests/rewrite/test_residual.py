@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rewrite import norms
-from rmsnorm import PatchReport, patch, unpatch
+from rewrite.norms import fused
+from rmsnorm import patch, unpatch
 from rmsnorm.rewrite.residual import Joined
 from rmsnorm.rewrite.stream import LEAST_ELEMENTS, Stream
 
@@ -110,15 +111,6 @@ def made(block: Callable[[], nn.Module] = Block, dtype: torch.dtype = torch.floa
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)
     return model
-
-
-def fused(model: nn.Module) -> PatchReport:
-    """Patch ``model``, and let short inputs be fused too."""
-    report = patch(model, fuse_residual=True)
-    for module in model.modules():
-        if isinstance(module, Joined):
-            module.__dict__["_rmsnorm_course"].least = 0
-    return report
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

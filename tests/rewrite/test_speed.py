@@ -84,7 +84,7 @@ def test_the_twins_differ_in_their_norms_alone(
     variants = make_variants(model)
     assert variants is not None
     assert variants.notes == ()
-    assert list(variants.models) == [BEFORE, PATCHED, FUSED, NO_NORMS, NO_ADDITIONS]
+    assert list(variants.models) == [BEFORE, PATCHED, FUSED, COPIES, NO_NORMS, NO_ADDITIONS]
     assert len(variants.names) == norms
     counts = {
         variant: [
@@ -97,6 +97,7 @@ def test_the_twins_differ_in_their_norms_alone(
         BEFORE: [0, 0, norms],
         PATCHED: [norms, 0, norms],
         FUSED: [norms, 0, norms],
+        COPIES: [0, norms, 0],
         NO_NORMS: [0, norms, 0],
         NO_ADDITIONS: [0, norms, 0],
     }
@@ -105,7 +106,7 @@ def test_the_twins_differ_in_their_norms_alone(
         expected = {
             name
             for name in own
-            if "without" not in variant or name.rpartition(".")[0] not in variants.names
+            if counts[variant][1] == 0 or name.rpartition(".")[0] not in variants.names
         }
         assert {name for name, _ in twin.named_parameters()} == expected
         assert all(parameter is own[name] for name, parameter in twin.named_parameters())
@@ -114,6 +115,7 @@ def test_the_twins_differ_in_their_norms_alone(
         logits = {name: prefill(twin, TOKENS) for name, twin in variants.models.items()}
     assert torch.equal(logits[PATCHED], logits[BEFORE])
     assert torch.equal(logits[FUSED], logits[BEFORE])
+    assert torch.equal(logits[COPIES], logits[NO_NORMS])
     for variant in (NO_NORMS, NO_ADDITIONS):
         assert logits[variant].isfinite().all()
         assert logits[variant].shape == logits[BEFORE].shape
@@ -171,6 +173,9 @@ def test_what_is_handed_on_stays_as_it_was() -> None:
     assert norm.variance_epsilon == 1e-6
 
 
+WHATS = ["prefill of 12 tokens", "decoding of 3 tokens", "training step of 4x8 tokens"]
+
+
 def test_every_work_is_timed_in_every_variant(short: None) -> None:
     model = prepared(llama, torch.float32)
     kept = torch.ones_like(model.lm_head.weight)
@@ -178,21 +183,18 @@ def test_every_work_is_timed_in_every_variant(short: None) -> None:
     classes = [type(module) for module in model.modules()]
     speeds = measure_speed(model, TOKENS[:, :5], seconds=0.01)
     assert speeds.left == ()
-    assert [found.what for found in speeds.found] == [
-        "prefill of 12 tokens",
-        "decoding of 3 tokens",
-        "training step of 4x8 tokens",
-    ]
+    assert [found.what for found in speeds.found] == WHATS
     for found in speeds.found:
         paired = found.paired
-        assert paired.variants == (BEFORE, PATCHED, FUSED, NO_NORMS, NO_ADDITIONS)
+        copied = "training" not in found.what  # the backward of a copy does nothing
+        copies = (COPIES,) if copied else ()
+        assert paired.variants == (BEFORE, PATCHED, FUSED, *copies, NO_NORMS, NO_ADDITIONS)
         assert paired.rounds >= 6
         assert all(len(paired.totals(variant)) == paired.rounds for variant in paired.variants)
         assert min(min(paired.totals(variant)) for variant in paired.variants) > 0.0
         assert found.alone is not None
-        copied = "training" not in found.what  # the backward of a copy does nothing
-        assert found.alone.variants == ((BEFORE, PATCHED, COPIES) if copied else (BEFORE, PATCHED))
-        assert (found.gone_with_copies is not None) is copied
+        assert found.alone.variants == (BEFORE, PATCHED)
+        assert (found.gone(COPIES) is not None) is copied
         assert any("copies" in line for line in found.lines()) is copied
         assert found.notes == ()
         json.dumps(found.to_dict(), allow_nan=False)
@@ -214,6 +216,26 @@ def test_every_work_is_timed_in_every_variant(short: None) -> None:
     assert not model.training
     assert classes == [type(module) for module in model.modules()]
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_only_the_chosen_works_are_timed(short: None) -> None:
+    model = prepared(llama, torch.float32)
+    for works in (["decoding"], ("training", "prefill")):
+        speeds = measure_speed(model, TOKENS, seconds=0.01, works=works)
+        expected = [what for what in WHATS if what.startswith(tuple(works))]
+        assert [found.what for found in speeds.found] == expected
+
+
+def test_copies_read_what_the_norms_are_given() -> None:
+    variants = make_variants(prepared(llama, torch.float32))
+    assert variants is not None
+    counts = {}
+    for variant in (COPIES, NO_NORMS):
+        twin = variants.models[variant]
+        with torch.inference_mode(), torch.profiler.profile() as profile:
+            prefill(twin, TOKENS)
+        counts[variant] = sum(event.name == "aten::clone" for event in profile.events())
+    assert counts[COPIES] >= counts[NO_NORMS] + len(variants.names)
 
 
 def test_compiled_variants(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +289,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure_speed(model, TOKENS[0])
     with pytest.raises(ValueError, match=r"seconds is 0\.0; expected a positive number"):
         measure_speed(model, TOKENS, seconds=0.0)
+    for works in ([], ["prefill", "sleeping"]):
+        with pytest.raises(ValueError, match="expected some of prefill, decoding, training"):
+            measure_speed(model, TOKENS, works=works)
 
 
 def test_no_more_is_said_than_is_known() -> None:

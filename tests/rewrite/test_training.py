@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from rewrite import norms
 from rmsnorm import PatchReport, identify, patch, unpatch
 from rmsnorm.ops.rms_norm import has_kernels
+from rmsnorm.rewrite import swap
 from rmsnorm.rewrite.swap import plan_of
 
 pytestmark = pytest.mark.skipif(not has_kernels, reason="needs the kernels")
@@ -418,7 +419,8 @@ def test_dy_is_not_written_and_may_be_a_view() -> None:
             assert_near(gradient, expected[name], 1e-5)
 
 
-def test_compiled_training() -> None:
+def test_compiled_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "LEAST_COMPILED", 0)
     model = nn.Sequential(nn.Linear(D, D), made(BITWISE[0]), made(BITWISE[1]))
     plain = copy.deepcopy(model)
     patch(model)

@@ -87,6 +87,13 @@ _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     show_default=True,
     help="With --speed: about how long to time each dtype; six rounds in any case.",
 )
+@click.option(
+    "--work",
+    "works",
+    type=click.Choice(["prefill", "decoding", "training"]),
+    multiple=True,
+    help="With --speed: time only this. May be repeated.",
+)
 @click.option("--exact", is_flag=True, help="Replace only norms that agree bit for bit.")
 @click.option(
     "--fuse-residual", is_flag=True, help="Join residual additions with the norms after them."
@@ -101,6 +108,7 @@ def inspect(
     speed: bool | None,
     compiled: bool,
     seconds: float,
+    works: tuple[str, ...],
     exact: bool,
     fuse_residual: bool,
     threads: int | None,
@@ -120,6 +128,8 @@ def inspect(
     """
     if compiled and not speed:
         raise click.UsageError("--compile is about --speed, which was not given")
+    if works and not speed:
+        raise click.UsageError("--work is about --speed, which was not given")
     words = GENESIS if text is None else _read_text(text)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = []
@@ -137,6 +147,7 @@ def inspect(
                 fuse_residual,
                 compiled,
                 seconds,
+                works,
             )
         found.append((inspection, speeds))
         if not as_json:
@@ -186,6 +197,7 @@ def _inspect(
     fuse_residual: bool,
     compiled: bool,
     seconds: float,
+    works: tuple[str, ...],
 ) -> tuple[Inspection, Speeds | None]:
     say("loading PyTorch")
     import torch
@@ -211,10 +223,16 @@ def _inspect(
     )
     if not speed:
         return inspection, None
-    from rmsnorm.rewrite.speed import measure_speed
+    from rmsnorm.rewrite.speed import WORKS, measure_speed
 
     return inspection, measure_speed(
-        loaded, ids, exact=exact, compiled=compiled, seconds=seconds, say=say
+        loaded,
+        ids,
+        exact=exact,
+        compiled=compiled,
+        seconds=seconds,
+        works=works or tuple(WORKS),
+        say=say,
     )
 
 

@@ -136,7 +136,7 @@ def _give_slots(names: dict[str, nn.Module], courses: dict[str, Course]) -> None
         plan = plan_of(module) if isinstance(module, Swapped) else None
         follows = name in first or not name.startswith(inside)
         if courses and plan is not None and plan.joins and follows:
-            module.__dict__[SLOT] = Slot()
+            module.__dict__[SLOT] = Slot(min(course.least for course in courses.values()))
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -590,7 +590,7 @@ class _Twins:
             if form.norms[0] is not None:
                 slots.append(double.get_submodule(form.norms[0]))
         for norm in slots:
-            norm.__dict__[SLOT] = Slot()
+            norm.__dict__[SLOT] = Slot(least=0)
 
     def _chain(self, block: nn.Module, form: _Form, training: bool, stand_ins: bool) -> _Chain:
         blocks = []

@@ -3,7 +3,8 @@
 Prefill, decoding and a training step are timed for twins of one model, which share its weights: as
 it is, after :func:`rmsnorm.patch`, after ``patch(fuse_residual=True)``, without its norms, and
 without its norms and residual additions. What norms take is the difference to the twin without
-them; the part of it that is gone is what the patched twin does not take.
+them; the part of it that is gone is what the patched twin does not take. Beside it stands what
+would be gone if each norm were a mere copy of its input, which no norm can be faster than.
 :mod:`rmsnorm.bench.paired` says how such small differences are told from noise.
 
 A norm is taken out by letting it hand on a tensor that was made before. It cannot be its input,
@@ -47,16 +48,18 @@ GOAL = 0.8
 BEFORE, PATCHED, FUSED = "before", "patched", "residual fused"
 NO_NORMS, NO_ADDITIONS = "without norms", "without norms and additions"
 COMPILED, COMPILED_PATCHED = "compiled", "compiled, patched"
-COPIES = "copies"
+COPIES = "copies instead"
 
 # What each variant is compared with, and what has neither its norms nor what is joined with them.
 _PAIRS = {
     PATCHED: (BEFORE, NO_NORMS),
     FUSED: (BEFORE, NO_ADDITIONS),
+    COPIES: (BEFORE, NO_NORMS),
     COMPILED_PATCHED: (COMPILED, None),
 }
-# How the time is divided; norms alone take a tenth of each.
-_WORKS = {"prefill": 0.25, "decoding": 0.15, "training step": 0.6}
+WORKS = {"prefill": 0.25, "decoding": 0.15, "training": 0.6}
+"""What can be timed, and the part of the time that each takes."""
+# Of which the norms alone take this.
 _ALONE = 0.1
 _ALONE_CALLS = 8
 
@@ -78,8 +81,7 @@ class Speed:
     paired: Paired
     """Seconds, in the same rounds."""
     alone: Paired | None
-    """The norms alone, before and patched, on what they are given in the model; without backward
-    also a clone of each norm's input instead, which shows what a plain copy costs."""
+    """The norms alone, before and patched, on what they are given in the model."""
     around: Paired | None = None
     """Of the rounds, the laps that lie within no module without a norm: what is left to norms, to
     additions, and to whatever stands beside them. Less is seen (not what a norm does to the caches
@@ -98,14 +100,6 @@ class Speed:
         if self.alone is None:
             return None
         return self.alone.ratio(PATCHED, BEFORE).complement()
-
-    @property
-    def gone_with_copies(self) -> Estimate | None:
-        """The part that would be gone if each norm took as long as a clone of its input; ``None``
-        where that is not measured."""
-        if self.alone is None or COPIES not in self.alone.variants:
-            return None
-        return self.alone.ratio(COPIES, BEFORE).complement()
 
     def ratio(self, variant: str) -> Estimate | None:
         """The time before divided by that of ``variant``; ``None`` where there is nothing to
@@ -131,17 +125,14 @@ class Speed:
             lines.append(f"share of norms and residual additions: {_share(both)}")
         if self.alone is not None and self.alone_gone is not None:
             took = [self.alone.seconds(variant) * 1e3 for variant in (BEFORE, PATCHED)]
-            line = (
+            lines.append(
                 f"norms alone: before {took[0]:.3g} ms, after {took[1]:.3g} ms, gone: "
                 f"{self.alone_gone.percent()}"
             )
-            if self.gone_with_copies is not None:
-                line += f"; with copies of their inputs instead: {self.gone_with_copies.percent()}"
-            lines.append(line)
         for variant in self.paired.variants:
             gone = self.gone(variant)
             if gone is not None:
-                of = "the norms" if variant == PATCHED else "norms and additions"
+                of = "norms and additions" if variant == FUSED else "the norms"
                 line = f"{variant}: of the time of {of}, gone: {gone.percent()}"
                 around = self.gone_around(variant)
                 if around is not None:
@@ -174,7 +165,6 @@ class Speed:
                 "before": self.alone.seconds(BEFORE),
                 "patched": self.alone.seconds(PATCHED),
                 "gone": estimate(self.alone_gone),
-                "gone_with_copies": estimate(self.gone_with_copies),
             }
         return {
             "what": self.what,
@@ -292,16 +282,30 @@ class TakenOut(nn.Module):
             return getattr(norm, name)
 
 
+class Copied(TakenOut):
+    """In the place of a norm: copies what it is given, and hands on what :class:`TakenOut` does."""
+
+    def forward(self, x: Any, *others: Any, **named: Any) -> Tensor:
+        """The result for a tensor of the shape of ``x``."""
+        copied = x.clone()  # lives as long as a result would at least
+        result = super().forward(x, *others, **named)
+        del copied
+        return result
+
+
 def _ordinary(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
-def without_norms(model: nn.Module, names: Sequence[str]) -> nn.Module:
+def without_norms(
+    model: nn.Module, names: Sequence[str], instead: type[TakenOut] = TakenOut
+) -> nn.Module:
     """A twin of ``model`` that shares its weights and has no norms.
 
     Args:
         model: any; the twin's results are not those of the model, only their shapes are.
         names: of its norms.
+        instead: what stands in their places.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
@@ -313,7 +317,7 @@ def without_norms(model: nn.Module, names: Sequence[str]) -> nn.Module:
     results: dict[Any, Tensor] = {}
     gradients: dict[Any, Tensor] = {}
     for name in names:
-        twin.set_submodule(name, TakenOut(twin.get_submodule(name), results, gradients))
+        twin.set_submodule(name, instead(twin.get_submodule(name), results, gradients))
     return twin
 
 
@@ -411,6 +415,7 @@ def make_variants(
     found = patch(fused, exact=exact, fuse_residual=True).blocks
     blocks = [block.name for block in found if block.fused]
     models[NO_NORMS] = without_norms(model, names)
+    models[COPIES] = without_norms(model, names, Copied)
     notes = []
     if blocks:
         models[FUSED] = fused
@@ -425,7 +430,7 @@ def make_variants(
             if base == PATCHED:
                 patch(models[variant], exact=exact)
             calls[variant] = torch.compile(models[variant])
-    order = (BEFORE, PATCHED, FUSED, NO_NORMS, NO_ADDITIONS, COMPILED, COMPILED_PATCHED)
+    order = (BEFORE, PATCHED, FUSED, COPIES, NO_NORMS, NO_ADDITIONS, COMPILED, COMPILED_PATCHED)
     models = {variant: models[variant] for variant in order if variant in models}
     return Variants(models, names, calls, tuple(notes))
 
@@ -437,6 +442,7 @@ def measure_speed(
     exact: bool = False,
     compiled: bool = False,
     seconds: float = 600.0,
+    works: Sequence[str] = tuple(WORKS),
     say: Say | None = None,
 ) -> Speeds:
     """Times prefill, decoding and a training step of ``model``, which is left as it is.
@@ -447,19 +453,22 @@ def measure_speed(
         exact: replace only norms that agree bit for bit, as in :func:`rmsnorm.patch`.
         compiled: time ``torch.compile`` of the model and of the patched model, too.
         seconds: about how long to measure, without compiling; at least six rounds in any case.
+        works: which of :data:`WORKS`.
         say: called with a few words whenever a longer step begins.
 
     Returns:
         What was found for each work; and what was left, with the reason.
 
     Raises:
-        ValueError: ``tokens`` is not one row of at least one token, or ``seconds`` is no positive
-            number.
+        ValueError: ``tokens`` is not one row of at least one token, ``seconds`` is no positive
+            number, or ``works`` has none or another.
     """
     if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] < 1:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected (1, n) with n >= 1")
     if not (seconds > 0.0 and math.isfinite(seconds)):
         raise ValueError(f"seconds is {seconds}; expected a positive number")
+    if not works or not {*works} <= {*WORKS}:
+        raise ValueError(f"works is {works!r}; expected some of {', '.join(WORKS)}")
     say = say or (lambda _: None)
     say("making twins")
     variants = make_variants(model, exact=exact, compiled=compiled)
@@ -467,24 +476,27 @@ def measure_speed(
         return Speeds((), ("none of its norms can be replaced",))
     prefill = _repeated(tokens, 1, PREFILL_TOKENS)
     train = _repeated(tokens, TRAIN_BATCH, TRAIN_TOKENS)
-    works: dict[str, tuple[str, Callable[[Variants], _Work]]] = {
+    made: dict[str, tuple[str, Callable[[Variants], _Work]]] = {
         "prefill": (f"prefill of {PREFILL_TOKENS} tokens", lambda v: _Prefill(v, prefill)),
         "decoding": (
             f"decoding of {DECODE_TOKENS} tokens",
             lambda v: _Decoding(v, prefill, DECODE_TOKENS),
         ),
-        "training step": (
+        "training": (
             f"training step of {TRAIN_BATCH}x{TRAIN_TOKENS} tokens",
             lambda v: _Training(v, train),
         ),
     }
     if not decodes(model):
-        del works["decoding"]
+        del made["decoding"]
+    chosen = [work for work in made if work in works]
     found: list[Speed | str] = []
     apart = compiled_apart() if compiled else contextlib.nullcontext()
     with kept_memory(), _gradients_kept(model), apart:
-        for kind, (what, make) in works.items():
-            found.append(_measure(what, variants, make, seconds * _WORKS[kind], say))
+        for work in chosen:
+            what, make = made[work]
+            part = WORKS[work] / sum(WORKS[one] for one in chosen)
+            found.append(_measure(what, variants, make, seconds * part, say))
     return Speeds(
         tuple(speed for speed in found if isinstance(speed, Speed)),
         tuple(reason for reason in found if isinstance(reason, str)),
@@ -610,6 +622,8 @@ def _measure(
         except Exception as error:
             return f"{what}: not timed: {_first_line(error)}"
         for variant in variants.models:
+            if variant == COPIES and work.backward:
+                continue  # the backward of a copy does nothing
             say(f"{what}: {variant}, for the first time")
             try:
                 for piece in work.start(variant):
@@ -644,24 +658,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-class _Copy(nn.Module):
-    """In the place of a norm, when those are timed alone."""
-
-    def forward(self, *args: Any, **named: Any) -> Tensor:
-        """The first tensor again."""
-        x: Tensor = next(one for one in (*args, *named.values()) if isinstance(one, Tensor))
-        return x.clone()
-
-
 def _norms_alone(work: _Work, seconds: float) -> Paired:
-    """The norms of the model before and patched, and copies, on what they are given in it."""
+    """The norms of the model before and patched, on what they are given in it."""
     models = {variant: work.variants.models[variant] for variant in (BEFORE, PATCHED)}
     (piece, *_) = work.start(BEFORE)
     calls = calls_of(models[BEFORE], work.variants.names, piece)
-    if not work.backward:  # that of a copy does nothing
-        models[COPIES] = twin_of(models[BEFORE])
-        for name in work.variants.names:
-            models[COPIES].set_submodule(name, _Copy())
 
     def start(variant: str) -> Sequence[Piece]:
         # A round of the small ones would be over before the processor has settled.

@@ -33,7 +33,7 @@ SLOT = "_rmsnorm_slot"
 
 # What is saved is to read the sum once more, which takes no time in a cache; what it costs is a few
 # microseconds in Python. For fewer elements the block's own code is faster.
-LEAST_ELEMENTS = 2**16
+LEAST_ELEMENTS = 2**20
 
 # How often a block's last addition computes the norm of another module than the one that follows.
 _PATIENCE = 8
@@ -112,15 +112,19 @@ class Slot:
     """Where a norm finds its result if it was computed with the addition before it.
 
     A copy is empty.
+
+    Args:
+        least: tensors of fewer elements come from no stream, so C++ need not look here for them.
     """
 
-    __slots__ = ("handed",)
+    __slots__ = ("handed", "least")
 
-    def __init__(self) -> None:
+    def __init__(self, least: int) -> None:
         self.handed: _Handed | None = None
+        self.least = least
 
-    def __reduce__(self) -> tuple[type[Slot], tuple[()]]:
-        return Slot, ()
+    def __reduce__(self) -> tuple[type[Slot], tuple[int]]:
+        return Slot, (self.least,)
 
     def put(self, handed: _Handed) -> None:
         """Leave a result; one that is still there was left for nothing."""

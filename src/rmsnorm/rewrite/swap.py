@@ -30,8 +30,24 @@ from rmsnorm.rewrite.probe import MACHINERY, NotProvenError, original_class
 from rmsnorm.rewrite.stream import PLAN as _PLAN
 from rmsnorm.rewrite.stream import SLOT, Slot, Stream
 
+# Under torch.compile a norm of fewer elements is left to the compiler, which joins it with what
+# stands beside it: to call an operation takes longer than that saves.
+LEAST_COMPILED = 2**16
+
 # Where a module that is to be examined later keeps the function that does it.
 _LATER = "_rmsnorm_later"
+
+
+def _left_to_the_compiler(x: Any) -> bool:
+    """Whether the norm of ``x`` is to be compiled from the module's own code, asked in a trace."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return (
+        not torch.compiler.is_exporting()  # whose graph is to have the operation
+        and isinstance(x, torch.Tensor)
+        and x.is_cpu
+        and statically_known_true(x.numel() < LEAST_COMPILED)
+    )
 
 
 class Swapped:
@@ -167,8 +183,10 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             module.__dict__[_PLAN] = None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The compiler traces no call of C++.
-        if entry is not None and not is_dynamo_compiling():
+        if is_dynamo_compiling():  # which traces no call of C++
+            if args and _left_to_the_compiler(args[0]):
+                return original.forward(self, *args, **kwargs)
+        elif entry is not None:
             y = entry.proven(self, args, kwargs)
             if y is not None and y is not True:
                 return y

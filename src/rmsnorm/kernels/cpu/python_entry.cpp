@@ -60,7 +60,7 @@ struct Setup {
 };
 Setup setup;
 
-// Attributes of a module, and of the plan of a swapped one (rmsnorm/rewrite/swap.py).
+// Attributes of a module, and of the plan and the slot of a swapped one (rmsnorm/rewrite).
 struct Names {
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
   PyObject* weight = PyUnicode_InternFromString("weight");
@@ -70,9 +70,10 @@ struct Names {
   PyObject* plan = PyUnicode_InternFromString("_rmsnorm_plan");
   PyObject* slot = PyUnicode_InternFromString("_rmsnorm_slot");
   PyObject* direct = PyUnicode_InternFromString("direct");
+  PyObject* least = PyUnicode_InternFromString("least");
 
   bool complete() const {
-    return parameters && weight && eps && spec && shape && plan && slot && direct;
+    return parameters && weight && eps && spec && shape && plan && slot && direct && least;
   }
 };
 const Names* names = nullptr;
@@ -371,6 +372,14 @@ PyObject* module_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return normalise(call, is_differentiated(call.x, call.weight));
 }
 
+// Whether the result for `x` may lie in a slot (rmsnorm/rewrite/stream.py), where Python must look.
+bool may_hold(PyObject* slot, void* x) {
+  if (!slot || slot == Py_None) return false;
+  const Reference least(PyObject_GetAttr(slot, names->least));
+  std::int64_t elements = 0;
+  return !least.get() || !read_int(least.get(), elements) || setup.table->elements(x) >= elements;
+}
+
 // What `Plan.direct` holds (rmsnorm/rewrite/plan.py).
 enum Proven { kWeightName, kEpsName, kEps, kSpec, kWidth, kDtypes, kTrained, kProvenFields };
 
@@ -387,8 +396,9 @@ PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   if (!call.x) return declined();
   const Reference attributes(PyObject_GenericGetDict(objects[0], nullptr));
   PyObject* plan = item(attributes.get(), names->plan);
-  // A slot may hold the result.
-  if (!plan || plan == Py_None || item(attributes.get(), names->slot)) return declined();
+  if (!plan || plan == Py_None || may_hold(item(attributes.get(), names->slot), call.x)) {
+    return declined();
+  }
   const Reference direct(PyObject_GetAttr(plan, names->direct));
   if (!direct.get() || !PyTuple_Check(direct.get()) ||
       PyTuple_Size(direct.get()) != kProvenFields) {
