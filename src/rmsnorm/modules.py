@@ -18,8 +18,6 @@ from rmsnorm.ops.direct import entry
 from rmsnorm.ops.route import as_shape
 from rmsnorm.spec import NormSpec, as_spec, check_eps, specs
 
-_direct = None if entry is None else entry.module
-
 
 class _Norm(nn.Module):
     """What both modules have: a spec, and a weight unless it is left out."""
@@ -132,13 +130,22 @@ class RMSNorm(_Norm):
             RuntimeError: x, residual and the weight are on different devices.
         """
         found = None
-        if _direct is not None and residual is None and not is_dynamo_compiling():
-            found = _direct(self, x)
+        # `self.weight` would search the class and __getattr__ first.
+        weight = self._parameters.get("weight")
+        if (
+            entry is not None
+            and residual is None
+            and weight is not None
+            and not is_dynamo_compiling()
+        ):
+            if type(self) is RMSNorm:
+                found = entry.module_norm(self, x)
+            else:  # it may have properties in the place of attributes
+                ndim = len(self.normalized_shape)
+                found = entry.rms_norm(x, weight, self.eps, self.spec, ndim)
             if found is not None and found is not True:
                 y: Tensor = found
                 return y
-        # `self.weight` would search the class and __getattr__ first.
-        weight = self._parameters.get("weight")
         ndim = len(self.normalized_shape)
         if found is True and weight is not None:
             return operation.forward_plain(x, weight, self.eps, self.spec, ndim)

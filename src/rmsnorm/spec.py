@@ -184,7 +184,7 @@ def check_eps(eps: object) -> float:
 
 
 def _number(name: str, value: object) -> float:
-    if type(value) is float:  # also one that torch.compile traces, of which it cannot ask the next
+    if type(value) is float:  # of a traced one Dynamo cannot ask whether it has an attribute
         return value
     if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; expected a number")

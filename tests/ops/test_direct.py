@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from calls import (
     weight_of,
     without_direct_call,
 )
-from rmsnorm import RMSNorm, add_rms_norm, rms_norm, specs
+from rmsnorm import NormSpec, RMSNorm, add_rms_norm, rms_norm, specs
 from rmsnorm.ops import direct, extension
 from rmsnorm.ops import rms_norm as operation
 
@@ -499,12 +500,48 @@ def test_swapped_modules_that_are_not_proven() -> None:
 
 
 @needs_entry
+def test_a_spec_that_its_module_gives_up_while_it_is_read() -> None:
+    """Known specs are told by their identity, so one must not die while it is made known."""
+
+    class Forgotten(NormSpec):
+        def encode(self) -> str:
+            text = super().encode()
+            module.__dict__["spec"] = None
+            return text
+
+    given = {"eps": 1e-6, "normalized_shape": (8,)}
+    module = Module(torch.rand(8), spec=Forgotten(eps=1e-3), **given)
+    spec = weakref.ref(module.__dict__["spec"])
+    entry.module_norm(module, torch.ones(3, 8))
+    assert module.__dict__["spec"] is None
+    assert spec() is not None
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_derived_module_may_have_properties(where: str) -> None:
+    class Derived(RMSNorm):
+        eps = property(  # type: ignore[assignment]
+            lambda self: 100.0, lambda self, value: self.__dict__.update(eps=value)
+        )
+        spec = property(  # type: ignore[assignment]
+            lambda self: specs["gemma"], lambda self, value: self.__dict__.update(spec=value)
+        )
+
+    module = Derived(8, eps=1e-6) if where == "class" else RMSNorm(8, eps=1e-6)
+    module.__class__ = Derived
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = rms_norm(x, module.weight, 100.0, spec="gemma")
+        assert same_bits(module(x), expected)
+
+
+@needs_entry
 def test_modules_whose_attributes_are_not_plain() -> None:
     x, weight = torch.randn(3, 8), torch.rand(8)
     plain = {"eps": 1e-6, "spec": specs["torch"], "normalized_shape": (8,)}
     expected = operation.op(x, weight, None, 1e-6)
-    assert same_bits(entry.module(Module(weight, **plain), x), expected)
-    assert same_bits(entry.module(Module(weight, **plain | {"spec": "torch"}), x), expected)
+    assert same_bits(entry.module_norm(Module(weight, **plain), x), expected)
+    assert same_bits(entry.module_norm(Module(weight, **plain | {"spec": "torch"}), x), expected)
     for wrong in (
         {"eps": 1},
         {"eps": -1.0},
@@ -520,15 +557,15 @@ def test_modules_whose_attributes_are_not_plain() -> None:
         {"_parameters": {}},
         {"_parameters": []},
     ):
-        assert entry.module(Module(weight, **plain | wrong), x) is None, wrong
+        assert entry.module_norm(Module(weight, **plain | wrong), x) is None, wrong
     for name in plain:
         fewer = {key: value for key, value in plain.items() if key != name}
-        assert entry.module(Module(weight, **fewer), x) is None, name
+        assert entry.module_norm(Module(weight, **fewer), x) is None, name
     for arguments in ((), (Module(weight, **plain),), (None, x), (5, x), (Module(weight), None)):
-        assert entry.module(*arguments) is None
+        assert entry.module_norm(*arguments) is None
     for around in AROUND.values():
         with around():
-            assert entry.module(Module(weight, **plain), x) is None
+            assert entry.module_norm(Module(weight, **plain), x) is None
 
 
 class Seen(TorchDispatchMode):

@@ -721,6 +721,18 @@ def test_a_small_norm_is_left_to_the_compiler(
     assert sum(target.startswith("rmsnorm.") for target in targets) == operations
 
 
+def test_a_small_norm_called_by_keyword_is_left_to_the_compiler() -> None:
+    norm = norms.WeightThenCast(D)
+    patch(norm)
+    torch._dynamo.reset()
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(norm, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        assert torch.equal(compiled(x=rows()), norm(rows()))
+    (graph,) = backend.fw_graphs
+    assert not any("rmsnorm." in str(node.target) for node in graph.graph.nodes)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_exported_graph_holds_the_operation(strict: bool, dynamic: bool) -> None:

@@ -226,6 +226,13 @@ def test_only_the_chosen_works_are_timed(short: None) -> None:
         assert [found.what for found in speeds.found] == expected
 
 
+def test_an_encoder_decodes_nothing(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "decodes", lambda model: False)
+    speeds = measure_speed(prepared(llama, torch.float32), TOKENS, works=["decoding"])
+    assert speeds.found == ()
+    assert speeds.left == ("decoding of 3 tokens: not timed: the model does not decode",)
+
+
 def test_copies_read_what_the_norms_are_given() -> None:
     variants = make_variants(prepared(llama, torch.float32))
     assert variants is not None

@@ -41,7 +41,7 @@ _NUMBERS: dict[torch.dtype | None, int] = {
 
 
 def dtype_bits(pairs: Iterable[tuple[torch.dtype | None, ...]]) -> int:
-    """Pairs of the dtypes of row and weight, as ``entry.proven`` is told them: a bit for each.
+    """Pairs of the dtypes of row and weight, as ``entry.proven`` takes them: a bit for each.
 
     Example:
         >>> dtype_bits([(torch.float32, torch.float32), (torch.float32, None)])

@@ -127,10 +127,11 @@ def guards_of(module: nn.Module, found: Hypothesis) -> Guards | None:
 
 
 class Direct(NamedTuple):
-    """What C++ compares a call with (``entry.proven``).
+    """What C++ compares a call with, and computes it from (``entry.proven``), in the order in which
+    it expects that.
 
     Args:
-        weight: the name of the module's weight, or ``None`` if it has none.
+        weight_name: of the module's weight, or ``None`` if it has none.
         eps_name: the attribute that holds eps, or ``None`` if it is hard-coded.
         eps: the hard-coded one.
         spec: the convention.
@@ -139,7 +140,7 @@ class Direct(NamedTuple):
         trained: those whose gradients are proven too.
     """
 
-    weight: str | None
+    weight_name: str | None
     eps_name: str | None
     eps: float
     spec: NormSpec

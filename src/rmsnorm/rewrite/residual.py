@@ -590,7 +590,7 @@ class _Twins:
             if form.norms[0] is not None:
                 slots.append(double.get_submodule(form.norms[0]))
         for norm in slots:
-            norm.__dict__[SLOT] = Slot(least=0)
+            norm.__dict__[SLOT] = Slot()
 
     def _chain(self, block: nn.Module, form: _Form, training: bool, stand_ins: bool) -> _Chain:
         blocks = []

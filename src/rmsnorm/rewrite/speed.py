@@ -4,7 +4,8 @@ Prefill, decoding and a training step are timed for twins of one model, which sh
 it is, after :func:`rmsnorm.patch`, after ``patch(fuse_residual=True)``, without its norms, and
 without its norms and residual additions. What norms take is the difference to the twin without
 them; the part of it that is gone is what the patched twin does not take. Beside it stands what
-would be gone if each norm were a mere copy of its input, which no norm can be faster than.
+would be gone if each norm were a mere copy of its input, but not in training, since the backward of
+a copy does nothing.
 :mod:`rmsnorm.bench.paired` says how such small differences are told from noise.
 
 A norm is taken out by letting it hand on a tensor that was made before. It cannot be its input,
@@ -58,8 +59,8 @@ _PAIRS = {
     COMPILED_PATCHED: (COMPILED, None),
 }
 WORKS = {"prefill": 0.25, "decoding": 0.15, "training": 0.6}
-"""What can be timed, and the part of the time that each takes."""
-# Of which the norms alone take this.
+"""What can be timed, and the part of the time that each takes where all are."""
+# The part of each that the norms alone take.
 _ALONE = 0.1
 _ALONE_CALLS = 8
 
@@ -287,10 +288,8 @@ class Copied(TakenOut):
 
     def forward(self, x: Any, *others: Any, **named: Any) -> Tensor:
         """The result for a tensor of the shape of ``x``."""
-        copied = x.clone()  # lives as long as a result would at least
-        result = super().forward(x, *others, **named)
-        del copied
-        return result
+        x.clone()
+        return super().forward(x, *others, **named)
 
 
 def _ordinary(value: Any) -> Any:
@@ -487,10 +486,12 @@ def measure_speed(
             lambda v: _Training(v, train),
         ),
     }
-    if not decodes(model):
-        del made["decoding"]
-    chosen = [work for work in made if work in works]
     found: list[Speed | str] = []
+    if not decodes(model):
+        what, _ = made.pop("decoding")
+        if "decoding" in works:
+            found.append(f"{what}: not timed: the model does not decode")
+    chosen = [work for work in made if work in works]
     apart = compiled_apart() if compiled else contextlib.nullcontext()
     with kept_memory(), _gradients_kept(model), apart:
         for work in chosen:
@@ -623,7 +624,7 @@ def _measure(
             return f"{what}: not timed: {_first_line(error)}"
         for variant in variants.models:
             if variant == COPIES and work.backward:
-                continue  # the backward of a copy does nothing
+                continue  # see above
             say(f"{what}: {variant}, for the first time")
             try:
                 for piece in work.start(variant):

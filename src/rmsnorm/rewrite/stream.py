@@ -119,7 +119,7 @@ class Slot:
 
     __slots__ = ("handed", "least")
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int = 0) -> None:
         self.handed: _Handed | None = None
         self.least = least
 

@@ -31,7 +31,7 @@ from rmsnorm.rewrite.stream import PLAN as _PLAN
 from rmsnorm.rewrite.stream import SLOT, Slot, Stream
 
 # Under torch.compile a norm of fewer elements is left to the compiler, which joins it with what
-# stands beside it: to call an operation takes longer than that saves.
+# stands beside it: an operation of its own takes longer to be called than its kernel saves.
 LEAST_COMPILED = 2**16
 
 # Where a module that is to be examined later keeps the function that does it.
@@ -39,7 +39,7 @@ _LATER = "_rmsnorm_later"
 
 
 def _left_to_the_compiler(x: Any) -> bool:
-    """Whether the norm of ``x`` is to be compiled from the module's own code, asked in a trace."""
+    """Whether Dynamo, which traces this, is to compile the norm of ``x`` from the module's code."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return (
@@ -183,10 +183,11 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             module.__dict__[_PLAN] = None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # which traces no call of C++
-            if args and _left_to_the_compiler(args[0]):
+        if is_dynamo_compiling():
+            given = (*args, *kwargs.values())
+            if given and _left_to_the_compiler(given[0]):
                 return original.forward(self, *args, **kwargs)
-        elif entry is not None:
+        elif entry is not None:  # which the compiler cannot trace
             y = entry.proven(self, args, kwargs)
             if y is not None and y is not True:
                 return y

@@ -87,26 +87,31 @@ constexpr unsigned kKnownSpecs = 16;
 KnownSpec known_specs[kKnownSpecs];
 unsigned next_known_spec = 0;
 
+// Forgets an error that only says that a call is not plain. An interrupt is not ours to drop.
+void drop_error() {
+  if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+}
+
 // The parsed spec, or null.
 const void* find_spec(PyObject* object) {
   for (const KnownSpec& known : known_specs) {
     if (known.object == object) return known.spec;
   }
+  Py_INCREF(object);  // its owner may give it up meanwhile
   PyObject* text = PyObject_CallFunctionObjArgs(setup.encode, object, nullptr);
   Py_ssize_t length = 0;
   const char* characters = text ? PyUnicode_AsUTF8AndSize(text, &length) : nullptr;
   const void* spec =
       characters ? setup.table->parse(characters, static_cast<std::size_t>(length)) : nullptr;
   Py_XDECREF(text);
-  // No spec, for which there will be a complaint. An interrupt is not ours to drop.
-  if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+  drop_error();  // of what is no spec, for which there will be a complaint
+  PyObject* old = object;
   if (spec) {
     KnownSpec& place = known_specs[next_known_spec++ % kKnownSpecs];
-    PyObject* old = place.object;
-    Py_INCREF(object);
+    old = place.object;
     place = {object, spec};
-    Py_XDECREF(old);
   }
+  Py_XDECREF(old);
   return spec;
 }
 
@@ -319,10 +324,11 @@ PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return objects[5];
 }
 
-// What stands in a dict under `name`, which is the dict's; null if there is nothing.
+// What stands in a dict under `name`, which is the dict's; null if there is nothing, or no dict.
 PyObject* item(PyObject* dict, PyObject* name) {
-  PyObject* found = dict && PyDict_Check(dict) ? PyDict_GetItemWithError(dict, name) : nullptr;
-  if (!found) PyErr_Clear();  // of a name that cannot be hashed
+  if (!dict || !PyDict_Check(dict)) return nullptr;
+  PyObject* found = PyDict_GetItemWithError(dict, name);
+  if (!found) drop_error();
   return found;
 }
 
@@ -335,8 +341,7 @@ PyObject* parameter(PyObject* attributes, PyObject* name) {
 class Reference {
  public:
   explicit Reference(PyObject* object) : object_(object) {
-    // An interrupt is not ours to drop.
-    if (!object && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+    if (!object) drop_error();
   }
   ~Reference() { Py_XDECREF(object_); }
   Reference(const Reference&) = delete;
@@ -347,9 +352,9 @@ class Reference {
   PyObject* object_;
 };
 
-// module(module, x) -> y, True or None: rms_norm with the weight, the eps, the spec and the number
-// of dimensions of an rmsnorm.RMSNorm, whose attributes are read here since Python would search
-// its classes for each.
+// module_norm(module, x) -> y, True or None: rms_norm with the weight, the eps, the spec and the
+// number of dimensions of an rmsnorm.RMSNorm, and of no class derived from it, which may have
+// properties of these names. They are read here since Python would search the class for each.
 PyObject* module_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
   if (count != 2 || !setup.table || !surroundings_are_plain()) return declined();
@@ -372,7 +377,8 @@ PyObject* module_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return normalise(call, is_differentiated(call.x, call.weight));
 }
 
-// Whether the result for `x` may lie in a slot (rmsnorm/rewrite/stream.py), where Python must look.
+// Whether the result for `x` may lie in a slot (rmsnorm/rewrite/stream.py), where Python must look:
+// where that cannot be told, too.
 bool may_hold(PyObject* slot, void* x) {
   if (!slot || slot == Py_None) return false;
   const Reference least(PyObject_GetAttr(slot, names->least));
@@ -380,7 +386,7 @@ bool may_hold(PyObject* slot, void* x) {
   return !least.get() || !read_int(least.get(), elements) || setup.table->elements(x) >= elements;
 }
 
-// What `Plan.direct` holds (rmsnorm/rewrite/plan.py).
+// What `Plan.direct` holds, in its order (rmsnorm/rewrite/plan.py).
 enum Proven { kWeightName, kEpsName, kEps, kSpec, kWidth, kDtypes, kTrained, kProvenFields };
 
 // proven(module, args, kwargs) -> y, True or None: what a swapped module computes from one
@@ -399,7 +405,9 @@ PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   if (!plan || plan == Py_None || may_hold(item(attributes.get(), names->slot), call.x)) {
     return declined();
   }
+  Py_INCREF(plan);
   const Reference direct(PyObject_GetAttr(plan, names->direct));
+  Py_DECREF(plan);
   if (!direct.get() || !PyTuple_Check(direct.get()) ||
       PyTuple_Size(direct.get()) != kProvenFields) {
     return declined();
@@ -416,12 +424,12 @@ PyObject* proven(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   // From here on nothing else runs in Python, so what is the module's stays.
   PyObject* eps_name = field(kEpsName);
   PyObject* eps = eps_name == Py_None ? field(kEps) : item(attributes.get(), eps_name);
-  // None would be the spec's, and is left to the class.
+  // None would mean the spec's here, and something else to the module.
   if (!eps || eps == Py_None || !read_eps(eps, call)) return declined();
   PyObject* weight_name = field(kWeightName);
   if (weight_name != Py_None) {
     PyObject* weight = parameter(attributes.get(), weight_name);
-    // Without one, no pair was proven.
+    // None is no weight, for which no dtypes were proven here.
     if (!weight || !optional_handle_of(weight, call.weight)) return declined();
   }
   const bool differentiated = is_differentiated(call.x, call.weight);
@@ -565,7 +573,7 @@ PyCFunction as_c_function(Function* function) {
 
 PyMethodDef methods[] = {
     {"rms_norm", as_c_function(rms_norm), METH_FASTCALL, nullptr},
-    {"module", as_c_function(module_norm), METH_FASTCALL, nullptr},
+    {"module_norm", as_c_function(module_norm), METH_FASTCALL, nullptr},
     {"proven", as_c_function(proven), METH_FASTCALL, nullptr},
     {"add_rms_norm", as_c_function(add_rms_norm), METH_FASTCALL, nullptr},
     {"add_rms_norm_", as_c_function(add_rms_norm_in_place), METH_FASTCALL, nullptr},
