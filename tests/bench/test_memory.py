@@ -76,7 +76,9 @@ def step():
 memory._prepare_process()
 step()
 peak = memory.resident_peak(step)
-assert peak is None or abs(peak - (16 << 20)) < 1 << 18, peak
+# Linux adds up the pages of a process in batches, of 32 or more for each processor, so that with
+# two of them each of the two readings may be off by 256 KiB.
+assert peak is None or abs(peak - (16 << 20)) < 1 << 19, peak
 assert memory.allocated_peak(step) == 0
 """
     run(code)
