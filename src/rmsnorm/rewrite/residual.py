@@ -132,11 +132,12 @@ def _give_slots(names: dict[str, nn.Module], courses: dict[str, Course]) -> None
     first = {
         f"{name}.{course.norms[0]}" if name else course.norms[0] for name, course in courses.items()
     }
+    least = min((course.least for course in courses.values()), default=0)
     for name, module in names.items():
         plan = plan_of(module) if isinstance(module, Swapped) else None
         follows = name in first or not name.startswith(inside)
         if courses and plan is not None and plan.joins and follows:
-            module.__dict__[SLOT] = Slot(min(course.least for course in courses.values()))
+            module.__dict__[SLOT] = Slot(least)
 
 
 def _may_be_block(module: nn.Module) -> bool:

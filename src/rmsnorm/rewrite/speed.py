@@ -624,7 +624,7 @@ def _measure(
             return f"{what}: not timed: {_first_line(error)}"
         for variant in variants.models:
             if variant == COPIES and work.backward:
-                continue  # see above
+                continue  # its backward would copy nothing
             say(f"{what}: {variant}, for the first time")
             try:
                 for piece in work.start(variant):
