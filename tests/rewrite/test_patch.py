@@ -20,6 +20,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from rewrite import norms
 from rmsnorm import GatedRMSNorm, PatchReport, RMSNorm, identify, patch, specs, unpatch
+from rmsnorm.ops.rms_norm import has_kernels
 from rmsnorm.rewrite import swap
 from rmsnorm.rewrite.swap import Swapped
 
@@ -718,6 +719,8 @@ def test_a_small_norm_is_left_to_the_compiler(
             assert torch.equal(compiled(more), model(more))
     (graph,) = backend.fw_graphs
     targets = [str(node.target) for node in graph.graph.nodes]
+    if tracked and not has_kernels:  # then a norm in training is left as it is
+        operations = 0
     assert sum(target.startswith("rmsnorm.") for target in targets) == operations
 
 
