@@ -37,6 +37,7 @@ def test_the_variants_differ_in_their_norms_alone(small):
         "ours": {RMSNorm},
         "unfused": {RMSNorm},
         "eager": {nn.RMSNorm},
+        "copies": set(),
         "none": set(),
     }
     assert [type(model.model.layers[0]) is FusedBlock for model in models.values()] == [
@@ -44,7 +45,11 @@ def test_the_variants_differ_in_their_norms_alone(small):
         False,
         False,
         False,
+        False,
     ]
+    copies = models["copies"].modules()
+    norms = sum(isinstance(module, nn.RMSNorm) for module in models["eager"].modules())
+    assert sum(isinstance(module, step.Copies) for module in copies) == norms == 5
     states = {variant: model.state_dict() for variant, model in models.items()}
     for name, value in states["none"].items():
         assert all(torch.equal(state[name], value) for state in states.values()), name

@@ -49,40 +49,39 @@ def _leaf(value: Any) -> Any:
 
 
 def alone(model: nn.Module, calls: Sequence[tuple[str, Call]], *, backward: bool) -> Start:
-    """The modules of ``model`` on what they are given in it, and nothing else; a lap for each call.
+    """The modules of ``model`` on what they are given in it, and nothing else.
+
+    The forward of each call is a lap. The backward of all is one, as it is in a step: to start
+    PyTorch's engine takes longer than the backward of a small norm does.
 
     Args:
         model: any.
         calls: of :func:`calls_of`, for a model whose modules have these names.
-        backward: all calls are differentiated after the last one, the last first, as in a step.
+        backward: whether the calls are differentiated, after the last one.
     """
     bound = [(model.get_submodule(name), call) for name, call in calls]
+    leaves = [
+        leaf
+        for module, (args, kwargs) in bound
+        for leaf in (*args, *kwargs.values(), *module.parameters())
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     gradients: list[Tensor] = []
-
-    def forward() -> list[float]:
-        laps = []
-        for module, (args, kwargs) in bound:
-            start = time.perf_counter()
-            module(*args, **kwargs)
-            laps.append(time.perf_counter() - start)
-        return laps
 
     def both() -> list[float]:
         laps, outputs = [], []
         for module, (args, kwargs) in bound:
             start = time.perf_counter()
-            outputs.append(module(*args, **kwargs))
+            output = module(*args, **kwargs)
             laps.append(time.perf_counter() - start)
-        if not gradients:
-            gradients.extend(map(torch.randn_like, outputs))
-        for module, (args, kwargs) in reversed(bound):
-            output, gradient = outputs.pop(), gradients[len(outputs)]
-            leaves = [*args, *kwargs.values(), *module.parameters()]
-            wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            if backward and output.requires_grad:
+                outputs.append(output)
+        if outputs:
+            if not gradients:
+                gradients.extend(map(torch.randn_like, outputs))
             start = time.perf_counter()
-            if output.requires_grad:
-                torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
             laps.append(time.perf_counter() - start)
         return laps
 
-    return lambda: [both if backward else forward]
+    return lambda: [both]

@@ -21,7 +21,7 @@ from rmsnorm.bench.verdicts import Verdict, verdicts
 if TYPE_CHECKING:  # a report without steps needs no language model
     from rmsnorm.lm.step import StepTimes
 
-SCHEMA = 2
+SCHEMA = 3
 FORWARD_COLUMNS = (
     "shape",
     "dtype",
@@ -80,6 +80,7 @@ STEP_COLUMNS = (
     "ours ms",
     "unfused ms",
     "eager ms",
+    "copies ms",
     "none ms",
     "eager/ours",
     "norms of eager",
@@ -246,7 +247,7 @@ def step_rows(steps: Sequence[StepTimes]) -> list[tuple[str, ...]]:
             "yes" if found.compiled else "no",
             *(
                 f"{found.median(variant):.1f}" if variant in found.samples else ""
-                for variant in ("ours", "unfused", "eager", "none")
+                for variant in ("ours", "unfused", "eager", "copies", "none")
             ),
             f"{found.ratio:.2f}",
             f"{found.share('eager'):.1%}",

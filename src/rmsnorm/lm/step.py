@@ -2,7 +2,8 @@
 
 The step of one model is timed with this package's norms, with ``torch.nn.RMSNorm`` and without
 norms: in one process, a step of each in turn. What eager norms take is the step with them minus the
-step without; that part of it is gone which ours do not take.
+step without; that part of it is gone which ours do not take. A norm that did nothing but move the
+bytes it must would take something too: that is measured as well, and is what the machine allows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +34,9 @@ from rmsnorm.lm.model import MindForCausalLM
 from rmsnorm.modules import RMSNorm
 from rmsnorm.progress import Say
 
-VARIANTS = ("ours", "unfused", "eager", "none")
-"""Ours as it is by default, ours without the fused residual, ``torch.nn.RMSNorm``, no norms."""
+VARIANTS = ("ours", "unfused", "eager", "copies", "none")
+"""Ours as it is by default, ours without the fused residual, ``torch.nn.RMSNorm``, copies in their
+place (:class:`Copies`), no norms."""
 COMPILED = ("ours", "eager", "none")
 
 GONE = 0.75
@@ -107,7 +110,7 @@ class StepTimes:
     """Of these, the laps that lie within no module without a norm: norms, additions, and what
     stands beside them."""
     alone: Paired | None = None
-    """Forward and backward of the norms alone, ours (unfused) and eager's."""
+    """Forward and backward of the norms alone: ours (unfused), eager's, and copies."""
 
     @functools.cached_property
     def paired(self) -> Paired:
@@ -132,19 +135,22 @@ class StepTimes:
     @functools.cached_property
     def gone_interval(self) -> Estimate:
         """The part of the time of eager norms that ours do not take."""
-        return self.paired.gone("eager", "ours", "none")
+        return self.gone_of("ours")["by the clock"]
 
-    @functools.cached_property
-    def gone_around(self) -> Estimate | None:
-        """The same, by the laps around the norms alone: less is seen, with much less noise."""
-        return None if self.around is None else self.around.gone("eager", "ours", "none")
+    def gone_of(self, variant: str) -> dict[str, Estimate]:
+        """The part of the time of eager norms that ``variant`` does not take, by how it was timed.
 
-    @property
-    def gone_alone(self) -> Estimate | None:
-        """The same, of the norms alone."""
-        if self.alone is None:
-            return None
-        return self.alone.ratio("ours", "eager").complement()
+        By the laps around the norms less is seen, with much less noise. The norms alone are those
+        that are not fused with additions.
+        """
+        if variant not in self.samples:
+            return {}
+        found = {"by the clock": self.paired.gone("eager", variant, "none")}
+        if self.around is not None:
+            found["by the laps around them alone"] = self.around.gone("eager", variant, "none")
+        if self.alone is not None and variant in self.alone.variants:
+            found["of the norms alone"] = self.alone.ratio(variant, "eager").complement()
+        return found
 
     @property
     def ratio(self) -> float:
@@ -163,32 +169,31 @@ class StepTimes:
             >>> samples = {"ours": (11.0,) * 9, "eager": (14.0,) * 9, "none": (10.0,) * 9}
             >>> StepTimes("tiny", False, samples, 0.0).text()  # doctest: +NORMALIZE_WHITESPACE
             'tiny: eager / ours: 1.273x (1.273 to 1.273); of the time of eager norms,
-             28.6 % of the step (28.6 to 28.6 %), gone: 75 % (75 to 75 %)'
+             28.6 % of the step (28.6 to 28.6 %), gone: by the clock 75 % (75 to 75 %)'
         """
         share = self.paired.share("eager", "none")
         name = f"{self.name}, compiled" if self.compiled else self.name
+        ours = ", ".join(f"{how} {gone.percent()}" for how, gone in self.gone_of("ours").items())
         parts = [
             f"{name}: eager / ours: {self.ratio_interval.times()}",
             f"of the time of eager norms, {share.value * 100:.1f} % of the step "
-            f"({share.low * 100:.1f} to {share.high * 100:.1f} %), gone: "
-            f"{self.gone_interval.percent()}",
+            f"({share.low * 100:.1f} to {share.high * 100:.1f} %), gone: {ours}",
         ]
-        if self.gone_around is not None:
-            parts.append(f"by the laps around them alone: {self.gone_around.percent()}")
-        if self.gone_alone is not None:
-            parts.append(f"of the norms alone: {self.gone_alone.percent()}")
+        if copies := self.gone_of("copies"):
+            told = ", ".join(f"{how} {gone.percent()}" for how, gone in copies.items())
+            parts.append(f"with copies instead: {told}")
         return "; ".join(parts)
 
-    def intervals(self) -> dict[str, dict[str, float | None] | None]:
+    def intervals(self) -> dict[str, Any]:
         """The estimates with their 95 percent intervals, for JSON."""
-        found = {
-            "eager_over_ours": self.ratio_interval,
-            "share_of_eager": self.paired.share("eager", "none"),
-            "gone": self.gone_interval,
-            "gone_around": self.gone_around,
-            "gone_alone": self.gone_alone,
+        found: dict[str, Any] = {
+            "eager_over_ours": self.ratio_interval.to_dict(),
+            "share_of_eager": self.paired.share("eager", "none").to_dict(),
         }
-        return {name: None if one is None else one.to_dict() for name, one in found.items()}
+        for variant in ("ours", "copies"):
+            gone = self.gone_of(variant)
+            found[f"gone_{variant}"] = {how: estimate.to_dict() for how, estimate in gone.items()}
+        return found
 
     @property
     def ok(self) -> bool:
@@ -201,8 +206,38 @@ class StepTimes:
             return False
         if self.ratio_interval.at_least(1.0) is False:
             return False
-        best = self.gone_interval if self.gone_around is None else self.gone_around
+        gone = self.gone_of("ours")
+        best = gone.get("by the laps around them alone", gone["by the clock"])
         return self.compiled or best.at_least(GONE) is not False
+
+
+class Copies(nn.Module):
+    """In the place of a norm: one pass over what its forward must read and write, and another over
+    what its backward must.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> Copies()(x).backward(torch.tensor([3.0, 4.0]))
+        >>> x.grad
+        tensor([3., 4.])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A copy of ``x``."""
+        copy: Tensor = _Copy.apply(x)  # type: ignore[no-untyped-call]
+        return copy
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.add(dy, x, alpha=0)  # reads x too, as the backward of a norm must
 
 
 def make_model(name: str, variant: str, seed: int = 0) -> MindForCausalLM:
@@ -218,14 +253,16 @@ def make_model(name: str, variant: str, seed: int = 0) -> MindForCausalLM:
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
-    norm = "none" if variant == "none" else "rms"
+    norm = "none" if variant in ("copies", "none") else "rms"
     model = MindForCausalLM(preset(name, norm=norm, fuse_residual=variant == "ours"), device="meta")
-    if variant == "eager":
+    if variant in ("eager", "copies"):
         for parent in list(model.modules()):
             for child, module in list(parent.named_children()):
                 if isinstance(module, RMSNorm):
                     eager = nn.RMSNorm(module.normalized_shape, module.eps, device="meta")
                     setattr(parent, child, eager)
+                elif isinstance(module, nn.Identity):
+                    setattr(parent, child, Copies())
     model.to_empty(device="cpu")
     model.tie_weights()
     model.reset_parameters(torch.Generator().manual_seed(seed))
@@ -371,6 +408,6 @@ def _norms_alone(
     calls = calls_of(models["eager"], names, step)
     starts = {
         variant: alone(models[model], calls, backward=True)
-        for variant, model in (("ours", "unfused"), ("eager", "eager"))
+        for variant, model in (("ours", "unfused"), ("eager", "eager"), ("copies", "copies"))
     }
     return interleave(starts, 0.0, fewest=rounds, most=rounds)
