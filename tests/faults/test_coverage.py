@@ -14,10 +14,6 @@ LATER = {
     "P56": "needs watch()",
     "P58": "needs watch()",
     "P60": "needs watch()",
-    "B19": "needs the sharding rules",
-    "B20": "needs the sharding rules",
-    "B22": "needs the sharding rules",
-    "B24": "needs the sharding rules",
 }
 
 

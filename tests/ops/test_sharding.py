@@ -247,7 +247,7 @@ class TestCommunication:
             weight = "R" if "bf16" in operation else "S0"
             one = found[f"{operation}: S2, weight {weight}"]
             assert one.forward == {"all_reduce": 1}
-            assert one.backward == {"all_reduce": 2}
+            assert one.backward == {"all_reduce": 1}
         assert found["float64 1.0 mean_square 0.0"].forward == {"all_reduce": 1}
 
     def test_whole_groups_need_none(self, found: dict[str, Whole]) -> None:

@@ -57,10 +57,11 @@ RANGES = {
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-# Called as normalise and linearise are, for rows of which only a part is at hand.
+# Called as normalise and differentiate are, for rows of which only a part is at hand.
 Normalise = Callable[[Tensor, int, float, NormSpec], tuple[Tensor, Tensor]]
-Linearise = Callable[
-    [Tensor, int, float | None, torch.dtype, NormSpec], tuple[Tensor, Callable[[Tensor], Tensor]]
+Differentiate = Callable[
+    [Tensor, Tensor | None, int, float | None, torch.dtype, NormSpec],
+    tuple[Tensor, Tensor | None],
 ]
 
 
@@ -156,7 +157,7 @@ def rms_norm_backward(
     dresidual: Tensor | None,
     needs: tuple[bool, bool, bool],
     lead: int = 0,
-    linearise_rows: Linearise | None = None,
+    differentiate_rows: Differentiate | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of :func:`rms_norm`, as expressions that can be differentiated again.
 
@@ -171,7 +172,7 @@ def rms_norm_backward(
         needs: whether dx, dweight and dbias are wanted.
         lead: how many of the first dimensions have a dweight and dbias of their own; the weight
             then has those dimensions too.
-        linearise_rows: replaces :func:`linearise`.
+        differentiate_rows: replaces :func:`differentiate`.
 
     Returns:
         dx, contiguous and in x's dtype; dweight in the weight's shape and dtype; dbias in the
@@ -190,7 +191,15 @@ def rms_norm_backward(
     batch, parts, d = shape_of_rows(x, spec, ndim)
     row = x.to(compute).to(wide).contiguous().reshape(*batch, *parts)
     dy_row = dy.to(wide).reshape(*batch, *parts)
-    xhat, pull_back = (linearise_rows or linearise)(row, spec.width(d), eps, compute, spec)
+    u = None
+    if needs[0]:
+        u = dy_row
+        if weight is not None:
+            scale = beside_rows(weight, ndim, batch, parts)
+            if spec.offset:
+                scale = scale.to(compute) + spec.offset
+            u = u * scale.to(wide)
+    xhat, d_row = (differentiate_rows or differentiate)(row, u, spec.width(d), eps, compute, spec)
 
     def over_rows(products: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and transforms.is_distributed(products):
@@ -200,14 +209,8 @@ def rms_norm_backward(
         return rows.sum(lead).reshape(*batch[:lead], *x.shape[x.dim() - ndim :])
 
     dx = dweight = dbias = None
-    if needs[0]:
-        u = dy_row
-        if weight is not None:
-            scale = beside_rows(weight, ndim, batch, parts)
-            if spec.offset:
-                scale = scale.to(compute) + spec.offset
-            u = u * scale.to(wide)
-        dx = pull_back(u).reshape(x.shape)
+    if d_row is not None:
+        dx = d_row.reshape(x.shape)
         if dresidual is not None:
             dx = dx + dresidual.to(wide)
         dx = dx.to(x.dtype).contiguous()
@@ -403,23 +406,29 @@ def scaled_eps(eps: Tensor, half: Tensor, spec: NormSpec) -> Tensor:
     return eps * half * half if spec.eps_in == "mean_square" else eps
 
 
-def linearise(
-    row: Tensor, width: int, eps: float | None, compute: torch.dtype, spec: NormSpec
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """xhat of ``row`` (..., n), and the function that takes a gradient of xhat to one of ``row``.
+def differentiate(
+    row: Tensor,
+    u: Tensor | None,
+    width: int,
+    eps: float | None,
+    compute: torch.dtype,
+    spec: NormSpec,
+) -> tuple[Tensor, Tensor | None]:
+    """xhat of ``row`` (..., n), and the gradient of ``row`` where that of xhat is ``u``.
 
-    That function is the transposed Jacobian of :mod:`rmsnorm.reference`'s derivation::
+    That is ``u`` times the transposed Jacobian of :mod:`rmsnorm.reference`'s derivation::
 
-        u -> rstd * (u - xhat * k * sum(u * xhat) / c^2)
+        rstd * (u - xhat * k * sum(u * xhat) / c^2)
 
     Args:
         row: in ``compute`` or wider.
+        u: of its shape and dtype, or ``None``, which gives ``None``.
         width: how many elements of a row the norm is taken over.
         eps, spec: as the forward was given them.
         compute: the dtype that accumulated in the forward; eps is rounded to it.
     """
     if width == 0:
-        return row.clone(), torch.clone
+        return row.clone(), None if u is None else u.clone()
     eps = resolve_eps(eps, compute, spec)
     e = torch.full((), eps, dtype=compute, device=row.device).to(row.dtype)
     half: Tensor | float = 1.0
@@ -436,24 +445,22 @@ def linearise(
     rstd = rstd_of(total, width, e, spec)
     xhat = row * half * rstd * half
 
+    if u is None:
+        return xhat, None
     c2 = 1 if spec.reduce == "sum" else width
     k = share_of_norm(total, width, e, spec)
-
-    def pull_back(u: Tensor) -> Tensor:
-        if row.shape[-1] == 1:
-            return u * slope_of_one(k, rstd, e, spec) * rstd * half * half
-        through_norm = k * (u * xhat).sum(dim=-1, keepdim=True) / c2
-        inner = u[..., :width] - xhat[..., :width] * through_norm
-        if width < row.shape[-1]:
-            inner = torch.cat((inner, u[..., width:]), dim=-1)
-        return inner * rstd * half * half
-
-    return xhat, pull_back
+    if row.shape[-1] == 1:
+        return xhat, u * slope_of_one(k, rstd, e, spec) * rstd * half * half
+    through_norm = k * (u * xhat).sum(dim=-1, keepdim=True) / c2
+    inner = u[..., :width] - xhat[..., :width] * through_norm
+    if width < row.shape[-1]:
+        inner = torch.cat((inner, u[..., width:]), dim=-1)
+    return xhat, inner * rstd * half * half
 
 
 def share_of_norm(total: Tensor, width: int, eps: Tensor, spec: NormSpec) -> Tensor | float:
-    """The factor k of :func:`linearise`: how rstd follows the norm of the row, whose sum of squares
-    is ``total``; 1 where eps stands beside the mean square."""
+    """The factor k of :func:`differentiate`: how rstd follows the norm of the row, whose sum of
+    squares is ``total``; 1 where eps stands beside the mean square."""
     if spec.eps_in == "root":
         root = _sqrt(total if spec.reduce == "sum" else total / width)
         nonzero = torch.where(root == 0.0, 1.0, root)

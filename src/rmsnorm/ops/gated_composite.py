@@ -171,7 +171,7 @@ def gated_rms_norm_backward(
     spec: NormSpec,
     needs: tuple[bool, bool, bool],
     lead: int = 0,
-    linearise_rows: composite.Linearise | None = None,
+    differentiate_rows: composite.Differentiate | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of :func:`gated_rms_norm`, as expressions that can be differentiated again.
 
@@ -190,7 +190,7 @@ def gated_rms_norm_backward(
         needs: whether dx, dgate and dweight are wanted.
         lead: how many of the first dimensions have a dweight of their own; the weight then has
             those dimensions too.
-        linearise_rows: replaces :func:`rmsnorm.ops.composite.linearise`.
+        differentiate_rows: replaces :func:`rmsnorm.ops.composite.differentiate`.
 
     Returns:
         dx, dgate and dweight, contiguous, in the shapes and dtypes of x, gate and weight; ``None``
@@ -215,17 +215,21 @@ def gated_rms_norm_backward(
     dy_row, values, gates = as_rows(dy), as_rows(x.to(compute)), as_rows(gate.to(compute))
     act = _activation(gates, spec)
     before = spec.gate_order == "before"
-    xhat, pull_back = (linearise_rows or composite.linearise)(
-        values * act if before else values, spec.width(d), eps, compute, spec
-    )
     d_normed = dy_row if before else dy_row * act
     scale: Tensor | float = 1.0
     if weight is not None:
         offset = weight.to(compute) + spec.offset if spec.offset else weight
         scale = composite.beside_rows(offset.to(wide), 1, batch, parts)
+    xhat, d_row = (differentiate_rows or composite.differentiate)(
+        values * act if before else values,
+        d_normed * scale if needs[0] or (needs[1] and before) else None,
+        spec.width(d),
+        eps,
+        compute,
+        spec,
+    )
 
     dx = dgate = dweight = None
-    d_row = pull_back(d_normed * scale) if needs[0] or (needs[1] and before) else None
     if needs[0] and d_row is not None:
         dx = _finished(d_row * act if before else d_row, x)
     if needs[1]:

@@ -6,9 +6,9 @@ What is computed depends on where the rows of x lie, separately in every dimensi
   kernels for its own rows. The weight is replicated; its gradient is the sum over the rows of one
   rank, so ``Partial``.
 * **Elements of a row on different ranks** (``Shard`` of a normalised dimension): each rank adds up
-  the squares of its elements; one all-reduce of a number for each row and group makes rstd, and the
-  backward needs a second one. The weight and its gradient are cut as the rows are. Groups that lie
-  whole on one rank need no communication.
+  the squares of its elements; one all-reduce of a number for each row and group makes rstd. The
+  backward has one of two such numbers, or two of one where x is float64. The weight and its
+  gradient are cut as the rows are. Groups that lie whole on one rank need no communication.
 * **Everything on every rank** (``Replicate``): as on one device.
 
 The other tensors of a call follow x: a residual, gate or gradient is moved to where the rows are, a
@@ -213,46 +213,58 @@ class _CutRows:
         if self.width == 0:
             return row.clone(), row.new_zeros(*row.shape[:-1], self.groups)
         wide = row.to(composite.widest(row.device))
-        _, _, half, rstd = self._statistics(wide, eps, spec)
+        _, _, half, rstd, _ = self._statistics(wide, eps, spec)
         xhat = wide * self._spread(half) * self._spread(rstd) * self._spread(half)
         return xhat.to(row.dtype), (rstd * half * half).to(row.dtype)
 
-    def linearise(
-        self, row: Tensor, width: int, eps: float | None, compute: torch.dtype, spec: NormSpec
-    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """:func:`rmsnorm.ops.composite.linearise`."""
+    def differentiate(
+        self,
+        row: Tensor,
+        u: Tensor | None,
+        width: int,
+        eps: float | None,
+        compute: torch.dtype,
+        spec: NormSpec,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:func:`rmsnorm.ops.composite.differentiate`."""
         if self.width == 0:
-            return row.clone(), torch.clone
+            return row.clone(), None if u is None else u.clone()
         eps = composite.resolve_eps(eps, compute, spec)
-        total, e, half, rstd = self._statistics(row, eps, spec)
+        along = u if self.group_size > 1 else None
+        total, e, half, rstd, product = self._statistics(row, eps, spec, along)
+        scale, factor = self._spread(half), self._spread(rstd)
+        xhat = row * scale * factor * scale
+        if u is None:
+            return xhat, None
         k = composite.share_of_norm(total, self.width, e, spec)
+        if along is None:
+            slope = self._spread(composite.slope_of_one(k, rstd, e, spec) * rstd)
+            return xhat, u * slope * scale * scale
+        # Without the product, xhat is at least in range.
+        product = self._finish([u * xhat])[0] if product is None else product * rstd
         c2 = 1 if spec.reduce == "sum" else self.width
-        scale = self._spread(half)
-        xhat = row * scale * self._spread(rstd) * scale
-
-        def pull_back(u: Tensor) -> Tensor:
-            if self.group_size == 1:
-                slope = composite.slope_of_one(k, rstd, e, spec) * rstd
-                return u * self._spread(slope) * scale * scale
-            through_norm = self._spread(self._finish([u * xhat])[0] * k / c2)
-            if self.counted is not None:
-                through_norm = torch.where(self.counted, through_norm, 0.0)
-            return (u - xhat * through_norm) * self._spread(rstd) * scale * scale
-
-        return xhat, pull_back
+        through_norm = self._spread(product * k / c2)
+        if self.counted is not None:
+            through_norm = torch.where(self.counted, through_norm, 0.0)
+        return xhat, (u - xhat * through_norm) * factor * scale * scale
 
     def _statistics(
-        self, row: Tensor, eps: float, spec: NormSpec
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The sum of squares of ``row * half * half``, eps beside it, half, and rstd.
+        self, row: Tensor, eps: float, spec: NormSpec, along: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The sum of squares of ``row * half * half``, eps beside it, half, rstd, and the sum of
+        ``row * along``.
 
-        Each is (..., groups) or (); rstd is that of the scaled row.
+        Each is (..., groups) or (); rstd is that of the scaled row. The last is ``None`` where it
+        may leave the range of ``row``, or nothing is asked for.
         """
         counted = row if self.counted is None else torch.where(self.counted, row, 0.0)
         e = torch.full((), eps, dtype=self.compute, device=row.device).to(row.dtype)
         half = torch.ones((), dtype=row.dtype, device=row.device)
+        product = None
         if row.dtype != self.compute:
-            (total,) = self._finish([counted.square()])
+            products = [counted.square()] if along is None else [counted.square(), row * along]
+            total, *products = self._finish(products)
+            product = products[0] if products else None
         else:
             # Nothing wider is at hand. Squares are summed at three scales, at one of which they
             # are in range (Blue 1978, https://doi.org/10.1145/355769.355771).
@@ -269,7 +281,7 @@ class _CutRows:
                 total = torch.where(chosen, scaled, total)
                 half = torch.where(chosen, s, half)
             e = composite.scaled_eps(e, half, spec)
-        return total, e, half, composite.rstd_of(total, self.width, e, spec)
+        return total, e, half, composite.rstd_of(total, self.width, e, spec), product
 
     def _finish(self, products: list[Tensor]) -> list[Tensor]:
         """The sums of each of ``products`` (..., elements) over the whole groups: (..., groups)."""
@@ -406,7 +418,7 @@ def _rms_norm_bwd(
     else:
         cut = _CutRows(layout, decoded, row)
         found = composite.rms_norm_backward(
-            incoming, row, w, eps, _uncut(decoded), ndim, past, needs, 0, cut.linearise
+            incoming, row, w, eps, _uncut(decoded), ndim, past, needs, 0, cut.differentiate
         )
     return layout.wrap_gradients(1, row, found, needs)
 
@@ -551,7 +563,7 @@ def _gated_rms_norm_bwd(
     else:
         cut = _CutRows(layout, decoded, row)
         found = gated_composite.gated_rms_norm_backward(
-            incoming, row, beside, w, eps, _uncut(decoded), needs, 0, cut.linearise
+            incoming, row, beside, w, eps, _uncut(decoded), needs, 0, cut.differentiate
         )
     return layout.wrap_gradients(2, row, found, needs)
 
