@@ -678,7 +678,10 @@ def test_masked_arrays_are_refused() -> None:
         rms_norm(x)
 
 
-@pytest.mark.parametrize("spec", ["offset=5", "offset=nan", "gate=xyz", "gate_order=zz", "eps=-1"])
+@pytest.mark.parametrize(
+    "spec",
+    ["offset=5", "offset=nan", "gate=xyz", "gate_order=zz", "eps=-1", "offset=1.0;offset=0.0"],
+)
 def test_the_operation_refuses_a_spec_that_normspec_refuses(spec: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=r"NormSpec|eps is"):
         op(torch.ones(2, 4), None, None, None, spec, 1)

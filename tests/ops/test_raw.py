@@ -30,6 +30,48 @@ def test_what_is_written_counts_a_version() -> None:
         squared.sum().backward()
 
 
+def test_the_operation_in_place_counts_versions() -> None:
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    raw.add_rms_norm_(x, residual)
+    assert x._version > 0
+    assert residual._version > 0
+    leaf = torch.randn(3, 8, requires_grad=True) * 1
+    squared = leaf.square()
+    raw.add_rms_norm_(leaf.detach(), residual)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+    with torch.inference_mode():
+        frozen = torch.randn(3, 8)
+        raw.add_rms_norm_(frozen, torch.randn(3, 8))
+    before = frozen.clone()
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+        raw.add_rms_norm_(frozen, residual)
+    assert same_bits(frozen, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_gate_belongs_to_a_gated_norm(device: str) -> None:
+    x, rstd = torch.randn(4, 8, device=device), torch.ones(4, 1, device=device)
+    gated, plain = specs.mamba2.encode(), specs.llama.encode()
+    out = torch.full_like(x, torch.nan)
+    calls = [
+        lambda: raw.rms_norm(x, spec=gated),
+        lambda: raw.rms_norm(x, spec=gated, out=out),
+        lambda: raw.rms_norm_fwd(x, spec=gated),
+        lambda: raw.rms_norm_bwd(x, x, None, rstd, None, None, gated, 1, True, False, False),
+        lambda: raw.add_rms_norm(x, x, spec=gated),
+        lambda: raw.add_rms_norm_fwd(x, x, spec=gated),
+        lambda: raw.add_rms_norm_(out, x, spec=gated),
+        lambda: raw.gated_rms_norm(x, x, spec=plain),
+        lambda: raw.gated_rms_norm_fwd(x, x, spec=plain),
+        lambda: raw.gated_rms_norm_bwd(x, x, x, None, rstd, None, plain, True, False, False),
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises((RuntimeError, ValueError), match=r"has (a|no) gate"):
+            pytest.fail(f"call {number} returned {call()}")
+    assert device == "meta" or bool(out.isnan().all())
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_rstd_is_checked(gated: bool) -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)

@@ -138,6 +138,7 @@ def _composite_inplace(
     alpha: float = 1.0,
 ) -> None:
     check_inplace(x, residual, weight, NormSpec.decode(spec), residual.dtype)
+    _check_may_change(x, residual)
     y, h = _composite(x, residual, weight, eps, spec, ndim, alpha, residual.dtype)
     x.copy_(y)
     residual.copy_(h)
@@ -569,15 +570,20 @@ def _in_place(
     tracked: tuple[Tensor, ...] = ()
     if not torch.compiler.is_compiling():  # which sees for itself what an operation changes
         tracked = tuple(tensor for tensor in (x, residual) if not tensor.is_inference())
-        if len(tracked) < 2 and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "x or residual is an inference tensor: only inference mode may change it"
-            )
+        _check_may_change(x, residual)
     op_inplace(x, residual, weight, eps, spec.encode(), ndim, alpha)
     if tracked:
-        # Autograd must notice that what it may have saved has changed. Not in the operation: a
-        # kernel in Python for that costs it more than the work on a short row.
+        # Autograd must notice that what it may have saved has changed. Kernels let it, but of what
+        # they are given: of a distributed tensor that is a part.
         torch.autograd.graph.increment_version(tracked)
+
+
+def _check_may_change(x: Tensor, residual: Tensor) -> None:
+    is_inference = x.is_inference() or residual.is_inference()
+    if is_inference and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "x or residual is an inference tensor: only inference mode may change it"
+        )
 
 
 def _check_are_tensors(x: object, residual: object, weight: object) -> None:

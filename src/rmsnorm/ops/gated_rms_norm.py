@@ -290,7 +290,7 @@ def check(
     check_floating("x", x)
     check_like_x("gate", gate, x)
     check_has_gate(spec)
-    check_norm(x, weight, None, eps, spec, 1)
+    check_norm(x, weight, None, eps, spec, 1, takes_gate=True)
 
 
 def check_backward(

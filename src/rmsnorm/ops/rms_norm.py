@@ -60,7 +60,9 @@ def _fake(
     ndim: int = 1,
 ) -> Tensor:
     _check_tensors(x, weight, bias, ndim)
-    dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, NormSpec.decode(spec))
+    decoded = NormSpec.decode(spec)
+    _check_has_no_gate(decoded)
+    dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, decoded)
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
@@ -77,7 +79,9 @@ def _fake_out(
     *,
     out: Tensor,
 ) -> Tensor:
-    check_out(out, x, weight, NormSpec.decode(spec))
+    decoded = NormSpec.decode(spec)
+    check(x, weight, bias, eps, decoded, ndim)
+    check_out(out, x, weight, decoded)
     return out
 
 
@@ -478,18 +482,28 @@ def check(
     eps: float | None,
     spec: NormSpec,
     ndim: int,
+    takes_gate: bool = False,
 ) -> None:
     """Refuse what the operation cannot do.
 
+    ``takes_gate``: whether it is one of a gated norm, which has looked at the gate.
+
     Raises:
         TypeError: a dtype that is not float32, float64, bfloat16 or float16.
-        ValueError: shapes that do not fit each other or the spec, or a bad eps.
+        ValueError: shapes that do not fit each other or the spec, a bad eps, or a spec with a gate.
         RuntimeError: tensors on different devices.
     """
     _check_tensors(x, weight, bias, ndim)
+    if not takes_gate:
+        _check_has_no_gate(spec)
     if eps is not None and check_eps(eps) > torch.finfo(compute_dtype(x.dtype, spec)).max:
         raise ValueError(f"eps is {eps!r}, which float32, in which {x.dtype} is computed, has not")
     spec.width(math.prod(x.shape[x.dim() - ndim :]))
+
+
+def _check_has_no_gate(spec: NormSpec) -> None:
+    if spec.gate is not None:
+        raise ValueError(f"{spec} has a gate, which this operation does not take")
 
 
 def _check_tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, ndim: int) -> None:
@@ -541,6 +555,7 @@ def check_backward(
     ndim: int,
 ) -> None:
     _check_tensors(x, weight, None, ndim)
+    _check_has_no_gate(spec)
     check_rstd(rstd, x, spec, ndim)
     check_like_x("dy", dy, x)
     if dresidual is not None:

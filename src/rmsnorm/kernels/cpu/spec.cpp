@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cmath>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <unordered_map>
 
@@ -74,13 +75,14 @@ bool set_field(Spec& spec, std::string_view name, std::string_view value) {
 
 Spec parse(std::string_view text) {
   Spec spec;
+  std::set<std::string_view> seen;
   std::string_view rest = text;
   while (!rest.empty()) {
     const std::size_t end = rest.find(';');
     const std::string_view part = rest.substr(0, end);
     rest = end == std::string_view::npos ? std::string_view() : rest.substr(end + 1);
     const std::size_t equals = part.find('=');
-    if (equals == std::string_view::npos ||
+    if (equals == std::string_view::npos || !seen.insert(part.substr(0, equals)).second ||
         !set_field(spec, part.substr(0, equals), part.substr(equals + 1))) {
       refuse(text, part);
     }

@@ -254,7 +254,7 @@ struct NormArguments {
     common.need_dx = to<bool>(stack[8]);
     common.need_dweight = to<bool>(stack[9]);
     common.need_dbias = to<bool>(stack[10]);
-    common.spec = &take_spec(stack[6]);
+    common.spec = &take_spec(stack[6], /*takes_gate=*/false);
     refuse_forward_mode("rms_norm");
   }
 };
@@ -291,7 +291,7 @@ struct GatedArguments {
     common.need_dx = to<bool>(stack[7]);
     common.need_dgate = to<bool>(stack[8]);
     common.need_dweight = to<bool>(stack[9]);
-    common.spec = &take_spec(stack[6]);
+    common.spec = &take_spec(stack[6], /*takes_gate=*/true);
     refuse_forward_mode("gated_rms_norm");
   }
 };

@@ -352,8 +352,9 @@ inline void give(StableIValue& place, Owned& tensor) {
   place = torch::stable::detail::from(tensor.release());
 }
 
-// The spec behind a string argument, without copying the string.
-inline const Spec& take_spec(StableIValue value) {
+// The spec behind a string argument, without copying the string, for an operation that takes a gate
+// or one that does not.
+inline const Spec& take_spec(StableIValue value, bool takes_gate) {
   struct DeleteString {
     void operator()(StringOpaque* string) const { torch_delete_string(string); }
   };
@@ -363,7 +364,10 @@ inline const Spec& take_spec(StableIValue value) {
   const char* text = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(owner.get(), &length));
   STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(owner.get(), &text));
-  return parse_spec({text, length});
+  const Spec& spec = parse_spec({text, length});
+  STD_TORCH_CHECK((spec.gate != Gate::none) == takes_gate, "rmsnorm: the spec has ",
+                  takes_gate ? "no gate" : "a gate, which this operation does not take");
+  return spec;
 }
 
 inline Owned take_optional(StableIValue value) {
@@ -394,7 +398,20 @@ void take_direct(const DirectCall& call, Arguments& arguments) {
 // ABI has no way to ask; a torch without this function leaves the address null.
 [[gnu::weak]] std::shared_ptr<void> forward_level(std::uint64_t index) asm(
     "_ZN5torch8autograd14ForwardADLevel14try_get_by_idxEm");
+
+// torch::autograd::impl::bump_version: lets autograd notice that a tensor was written to. Null
+// where there is no such function.
+[[gnu::weak]] void bump_version(const void* tensor) asm(
+    "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
 #endif
+
+// Lets autograd notice that what it may have saved is written to; refuses an inference tensor
+// outside of inference mode, as PyTorch's operations do.
+inline void count_version([[maybe_unused]] AtenTensorHandle tensor) {
+#if defined(__ELF__)
+  if (bump_version) bump_version(tensor);
+#endif
+}
 
 // Refuses forward mode in an operation, whose result would silently have no tangent. Which argument
 // has one cannot be told: torch.func.jvp takes the tangents off before a kernel sees its arguments.

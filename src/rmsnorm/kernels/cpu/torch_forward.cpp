@@ -372,7 +372,6 @@ Owned gated_rms_norm(const Arguments& arguments, AtenTensorHandle gate_handle, O
   Forward forward(arguments);
   const View& x = forward.x();
   const View gate = forward.like_x(gate_handle, "gate");
-  STD_TORCH_CHECK(spec.gate != Gate::none, "rmsnorm: the spec has no gate");
   GatedCall call;
   call.norm = forward.describe(x.type);
   call.activation = spec.gate;
@@ -412,7 +411,7 @@ struct NormArguments {
     common.weight = weight.get();
     common.eps = to<std::optional<double>>(stack[3]);
     common.ndim = to<std::int64_t>(stack[5]);
-    common.spec = &take_spec(stack[4]);
+    common.spec = &take_spec(stack[4], /*takes_gate=*/false);
     refuse_forward_mode("rms_norm");
   }
 };
@@ -454,7 +453,7 @@ struct AddArguments {
     common.eps = to<std::optional<double>>(stack[3]);
     common.ndim = to<std::int64_t>(stack[5]);
     alpha = to<double>(stack[6]);
-    common.spec = &take_spec(stack[4]);
+    common.spec = &take_spec(stack[4], /*takes_gate=*/false);
     refuse_forward_mode("add_rms_norm");
   }
 };
@@ -486,7 +485,10 @@ void add_rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void add_rms_norm_in_place_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const AddArguments arguments(stack);
-  add_rms_norm_in_place(arguments.common, arguments.residual.get(), arguments.alpha, true);
+  count_version(arguments.x.get());
+  count_version(arguments.residual.get());
+  add_rms_norm_in_place(arguments.common, arguments.residual.get(), arguments.alpha,
+                        /*may_copy=*/true);
 }
 
 struct GatedArguments {
@@ -502,7 +504,7 @@ struct GatedArguments {
     common.x = x.get();
     common.weight = weight.get();
     common.eps = to<std::optional<double>>(stack[3]);
-    common.spec = &take_spec(stack[4]);
+    common.spec = &take_spec(stack[4], /*takes_gate=*/true);
     refuse_forward_mode("gated_rms_norm");
   }
 };
