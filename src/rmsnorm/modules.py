@@ -130,22 +130,18 @@ class RMSNorm(_Norm):
             RuntimeError: x, residual and the weight are on different devices.
         """
         found = None
-        # `self.weight` would search the class and __getattr__ first.
-        weight = self._parameters.get("weight")
-        if (
-            entry is not None
-            and residual is None
-            and weight is not None
-            and not is_dynamo_compiling()
-        ):
+        if entry is not None and residual is None and not is_dynamo_compiling():
             if type(self) is RMSNorm:
                 found = entry.module_norm(self, x)
-            else:  # it may have properties in the place of attributes
+            elif (weight := self._parameters.get("weight")) is not None:
+                # It may have properties in the place of attributes.
                 ndim = len(self.normalized_shape)
                 found = entry.rms_norm(x, weight, self.eps, self.spec, ndim)
             if found is not None and found is not True:
                 y: Tensor = found
                 return y
+        # `self.weight` would search the class and __getattr__ first.
+        weight = self._parameters.get("weight")
         ndim = len(self.normalized_shape)
         if found is True and weight is not None:
             return operation.forward_plain(x, weight, self.eps, self.spec, ndim)

@@ -219,11 +219,15 @@ def test_a_call_cell_times_every_way_to_call_against_torch_add():
         "ours torch",
         "module torch",
         "op torch",
+        "identity",
+        "clone",
+        "addcmul",
     ]
     x = Memory("bfloat16", 1024).buffers(cell).first()[0]
-    expected = F.rms_norm(x, (64,), weight, peers.EPS)
+    norm = F.rms_norm(x, (64,), weight, peers.EPS)
+    right = (x + x, norm, norm, norm, x, x, torch.addcmul(x, x, weight))
     with torch.inference_mode():
-        for candidate in found[1:]:
+        for candidate, expected in zip(found, right, strict=True):
             assert torch.equal(candidate.call(*candidate.bind(x, None)), expected)
 
 

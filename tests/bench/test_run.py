@@ -352,7 +352,7 @@ def test_json():
     document = json.loads(json.dumps(document))
     fields = {"schema", "machine", "settings", "cells", "memory", "steps", "goals", "losing"}
     assert set(document) == {*fields, "ok"}
-    assert document["schema"] == 2
+    assert document["schema"] == 3
     goal = {one["rival"]: one for one in document["goals"]}["copy"]
     assert goal["state"] in ("holds", "not measured")
     assert document["ok"] is False

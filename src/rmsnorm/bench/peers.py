@@ -361,7 +361,8 @@ def add_train_candidates(
 
 def call_candidates(cell: Cell, weight: nn.Parameter) -> list[Candidate]:
     """One call of the function, of the module and through ``torch.ops``, and ``torch.add`` of the
-    same row."""
+    same row; beside them what PyTorch takes for a module that does nothing, and for two operations
+    of its own through ``torch.ops``."""
     from rmsnorm import RMSNorm, rms_norm
 
     module = RMSNorm(cell.d, EPS)
@@ -373,6 +374,9 @@ def call_candidates(cell: Cell, weight: nn.Parameter) -> list[Candidate]:
         function,
         Candidate("module torch", module, lambda x, out: (x,)),
         *(one for one in _ours(cell, "torch", weight) if one.name == "op torch"),
+        Candidate("identity", nn.Identity(), lambda x, out: (x,)),
+        Candidate("clone", torch.ops.aten.clone, lambda x, out: (x,)),
+        Candidate("addcmul", torch.ops.aten.addcmul, lambda x, out: (x, x, weight)),
     ]
 
 

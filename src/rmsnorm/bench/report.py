@@ -91,7 +91,14 @@ STEP_COLUMNS = (
 )
 KINDS: tuple[Kind, ...] = ("forward", "heads", "train", "add", "add_train")
 CALL_COLUMNS = ("shape", "dtype", "mode", "by", "us", "spread", "add us", "us/add", "limit", "")
-CALLS = {"ours torch": "rms_norm", "module torch": "module", "op torch": "torch.ops"}
+CALLS = {
+    "ours torch": "rms_norm",
+    "module torch": "module",
+    "op torch": "torch.ops",
+    "identity": "nn.Identity",
+    "clone": "torch.ops.aten.clone",
+    "addcmul": "torch.ops.aten.addcmul",
+}
 SWEEP_COLUMNS = ("dtype", "width", "rows", "us", "spread", "ours/limit", "us/narrower", "")
 GOAL_COLUMNS = ("goal", "bound", "worst", "where", "cases", "")
 

@@ -464,17 +464,14 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
 PyObject* add_rms_norm_in_place(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
   if (!read_add(objects, count, call)) return declined();
-  bool x_is_tracked = false;
-  bool residual_is_tracked = false;
-  if (!may_write(call.x, x_is_tracked) || !may_write(call.residual, residual_is_tracked) ||
+  bool is_tracked = false;  // which the kernels look after
+  if (!may_write(call.x, is_tracked) || !may_write(call.residual, is_tracked) ||
       is_differentiated(call.weight)) {
     return declined();
   }
   call.in_place = true;
   DirectResult result;
   if (!run_forward(call, result)) return declined();
-  if (x_is_tracked) bump_version(call.x);
-  if (residual_is_tracked) bump_version(call.residual);
   Py_RETURN_TRUE;
 }
 

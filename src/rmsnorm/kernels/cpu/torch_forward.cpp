@@ -327,7 +327,14 @@ bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual
                   ", but the result of this call is ", dtype_name(call.norm.y_type));
   check_writable(x, "x");
   check_writable(residual, "residual");
-  if (forward.empty(call.norm)) return true;
+  const auto count_versions = [&] {
+    count_version(arguments.x);
+    count_version(residual_handle);
+  };
+  if (forward.empty(call.norm)) {
+    count_versions();
+    return true;
+  }
   STD_TORCH_CHECK(!share_elements(x, residual),
                   "rmsnorm: x and residual overlap in memory, but each is overwritten");
   const std::optional<Parameter>& weight = forward.weight();
@@ -335,6 +342,7 @@ bool add_rms_norm_in_place(const Arguments& arguments, AtenTensorHandle residual
     return view.contiguous() && !(weight && overlaps(view, weight->view(), false));
   };
   if (!may_copy && !(direct(x) && direct(residual))) return false;
+  count_versions();
   Owned y;
   Owned sum;
   if (direct(x)) {
@@ -485,8 +493,6 @@ void add_rms_norm_fwd_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void add_rms_norm_in_place_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const AddArguments arguments(stack);
-  count_version(arguments.x.get());
-  count_version(arguments.residual.get());
   add_rms_norm_in_place(arguments.common, arguments.residual.get(), arguments.alpha,
                         /*may_copy=*/true);
 }
