@@ -354,6 +354,7 @@ def change(path: Path, **fields: Any) -> None:
         ({"rms_norm_eps": None}, "rms_norm_eps is None; expected float"),
         ({"hidden_size": 16}, r"embed_tokens.weight has shape \(280, 32\); expected \(280, 16\)"),
         ({"num_hidden_layers": 3}, r"lacks weights of its model: model\.layers\.2.* and 5 more"),
+        ({"num_hidden_layers": 10**7}, r"lacks weights of its model: model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"has weights that the model here lacks: model\.layers\.1"),
         ({"model_type": "qwen3", "architectures": None}, "lacks weights .*q_norm"),
         ({"tie_word_embeddings": True}, "ties lm_head.weight to model.embed_tokens.weight, but"),
@@ -426,7 +427,7 @@ def without_a_shard(path: Path) -> None:
             "is not an index of safetensors files",
         ),
         (rename_weights, r"lacks weights of its model: model\.embed_tokens\.weight, "),
-        (as_integers, r"model\.norm\.weight is int8; expected floating point"),
+        (as_integers, r"model\.norm\.weight is int8; expected float32"),
         (with_bias, r"has weights that the model here lacks: .*q_proj\.bias$"),
         (lambda path: cut(path / "config.json"), "config.json is not valid JSON"),
         (lambda path: (path / "config.json").write_bytes(b"\xff\xfe"), "is not valid JSON"),
@@ -605,6 +606,33 @@ def test_pth_that_is_refused(tmp_path: Path) -> None:
         convert.import_pth(path, PRESETS["tiny"])
     with pytest.raises(ModelError, match=r"does not fit its configuration: model\.embed_tokens"):
         convert.import_pth(path, PRESETS["mind-26m"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weight: weight.to(torch.float8_e4m3fn),
+            "float8_e4m3fn; expected float32, float64,",
+        ),
+        (lambda weight: weight.to(torch.int8), "int8; expected .*: quantised weights are not read"),
+        (lambda weight: weight.to(torch.complex64), "complex64; expected"),
+        (lambda weight: weight.to_sparse(), "no dense tensor with values"),
+        (lambda weight: weight.to("meta"), "no dense tensor with values"),
+        (lambda weight: torch.nested.nested_tensor([weight]), "no dense tensor with values"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_pth_with_weights_of_another_kind(
+    change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.pth"
+    config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=1)
+    state = minimind_state(config)
+    state["model.norm.weight"] = change(state["model.norm.weight"])
+    torch.save(state, path)
+    with pytest.raises(ModelError, match=rf"model\.pth: model\.norm\.weight is .*{message}"):
+        convert.import_pth(path, config)
 
 
 def test_pth_with_experts_or_an_output_layer_of_its_own(tmp_path: Path) -> None:

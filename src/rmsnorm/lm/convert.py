@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,8 @@ __all__ = [
 
 MIND, _CONFIG, _GENERATION = "mind.json", "config.json", "generation_config.json"
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def model_folder(path: str | os.PathLike[str], *, say: Say | None = None) -> Path:
@@ -138,7 +142,9 @@ def load(
     for file in files:
         shapes.update(check_safetensors(file))
     _check_shapes(config, shapes, folder)
-    model = _assemble(config, _read(files), dtype, folder)
+    state = _read(files)
+    _check_kinds(state, folder)
+    model = _assemble(config, state, dtype, folder)
     tokenizer = Tokenizer.load(folder)
     _check_vocabulary(tokenizer, config, folder)
     if newest is not None:
@@ -214,6 +220,7 @@ def import_pth(
     ):
         raise ModelError(f"{path} holds no state dict: expected tensors by the names of parameters")
     state = {_plain(name): value for name, value in state.items()}
+    _check_kinds(state, path)
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if config is None:
         config = _guess(shapes, path)
@@ -324,16 +331,24 @@ def _read(files: list[Path]) -> dict[str, Tensor]:
     return state
 
 
+def _check_kinds(state: Mapping[str, Tensor], source: Path) -> None:
+    """Refuses tensors that are no weights of a model here, whatever their shapes."""
+    for name, value in state.items():
+        if _ignored(name):
+            continue
+        if value.dtype not in _DTYPES:
+            raise ModelError(
+                f"{source}: {name} is {str(value.dtype).removeprefix('torch.')}; expected float32, "
+                "float64, bfloat16 or float16: quantised weights are not read"
+            )
+        if value.layout != torch.strided or value.is_nested or value.is_meta:
+            raise ModelError(f"{source}: {name} is no dense tensor with values; expected one")
+
+
 def _assemble(
     config: ModelConfig, state: Mapping[str, Tensor], dtype: torch.dtype | None, source: Path
 ) -> MindForCausalLM:
-    """The model with the weights of ``state``, which :func:`_check_shapes` has let through."""
-    for name, value in state.items():
-        if not value.is_floating_point() and not _ignored(name):
-            raise ModelError(
-                f"{source}: {name} is {str(value.dtype).removeprefix('torch.')}; expected floating "
-                "point: quantised weights are not read"
-            )
+    """The model with the weights of ``state``, which has been checked."""
     model = MindForCausalLM(config, device="meta", dtype=dtype or state[_EMBEDDING].dtype)
     # Into the model's own memory: a mapped file changes with the file, and its alignment can change
     # the last bits of matrix products.
@@ -357,6 +372,10 @@ def _check_shapes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], so
     Raises:
         ModelError: weights are missing, of other shapes, or not part of the model.
     """
+    # One layer more than there are is enough to miss its weights: to make as many as a damaged
+    # configuration asks for may take hours.
+    layers = len({found[1] for name in shapes if (found := _LAYER.match(name))})
+    config = replace(config, num_hidden_layers=min(config.num_hidden_layers, layers + 1))
     expected = {
         name: tuple(parameter.shape)
         for name, parameter in MindForCausalLM(config, device="meta").named_parameters()
