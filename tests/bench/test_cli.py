@@ -192,7 +192,7 @@ def test_check_exits_1_where_a_training_step_loses(stub_timer, tmp_path):
     document = json.loads(path.read_text())
     assert document["losing"] == ["step of tiny", "step of mind-26m"]
     assert document["steps"][0]["gone"] == pytest.approx(0.74)
-    gone = document["steps"][0]["intervals"]["gone_ours"]["by the clock"]
+    gone = document["steps"][0]["intervals"]["gone_ours"]["clock"]
     assert gone["low"] == pytest.approx(0.74)
     stub_timer["step"] = 102.4
     assert CliRunner().invoke(bench, arguments).exit_code == 0

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from rmsnorm import RMSNorm
+from rmsnorm.bench.paired import Paired
 from rmsnorm.lm import step
 from rmsnorm.lm.block import FusedBlock
 from rmsnorm.lm.config import PRESETS, preset
@@ -103,6 +104,25 @@ def test_every_variant_is_timed_in_every_round(small, monkeypatch):
 def test_what_must_hold(ours, difference, compiled, ok):
     samples = {"ours": (ours,) * 3, "eager": (20.0,) * 3, "none": (10.0,) * 3}
     assert StepTimes("small", compiled, samples, difference).ok is ok
+
+
+def test_what_is_gone_is_told_for_copies_too():
+    # Two laps of a step; the first is around the norms.
+    laps = {"ours": (1.4, 10.1), "eager": (2.0, 11.0), "copies": (1.2, 10.0), "none": (1.0, 10.0)}
+    paired = Paired({name: [list(lap)] * 9 for name, lap in laps.items()})
+    around = paired.only([True, False])
+    alone = Paired({"ours": [1.0] * 9, "eager": [5.0] * 9, "copies": [0.5] * 9})
+    samples = {name: (sum(lap) * 1e3,) * 9 for name, lap in laps.items()}
+    found = StepTimes("small", False, samples, 0.0, paired, around, alone)
+    assert found.gone_of("ours").keys() == {"clock", "around", "alone"}
+    assert found.gone == pytest.approx(0.75)
+    assert not found.ok  # around them only 60 % is gone
+    assert found.text().endswith(
+        "with copies instead: by the clock 90 % (90 to 90 %), by the laps around them alone 80 % "
+        "(80 to 80 %), of the norms alone 90 % (90 to 90 %)"
+    )
+    assert found.intervals()["gone_copies"]["around"]["low"] == pytest.approx(0.8)
+    assert found.gone_of("unfused") == {}
 
 
 def test_tokens_can_be_learned():

@@ -122,8 +122,8 @@ def _run(case: Case, mesh: DeviceMesh) -> Found:
     return Found(
         [_part(y) for y in results],
         {name: _part(g) for name, g in zip(wanted, gradients, strict=True)},
-        _counts(forward),
-        _counts(backward),
+        counts(forward),
+        counts(backward),
     )
 
 
@@ -153,7 +153,8 @@ def place(tensor: Tensor, mesh: DeviceMesh, words: str) -> DTensor:
     )
 
 
-def _counts(mode: CommDebugMode) -> dict[str, int]:
+def counts(mode: CommDebugMode) -> dict[str, int]:
+    """The collectives that ``mode`` saw and how often."""
     return {str(name).rpartition(".")[2]: count for name, count in mode.get_comm_counts().items()}
 
 

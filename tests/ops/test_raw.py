@@ -53,12 +53,21 @@ def test_the_operation_in_place_counts_versions() -> None:
 def test_a_gate_belongs_to_a_gated_norm(device: str) -> None:
     x, rstd = torch.randn(4, 8, device=device), torch.ones(4, 1, device=device)
     gated, plain = specs.mamba2.encode(), specs.llama.encode()
-    out = torch.full_like(x, torch.nan)
+    out, weights = torch.full_like(x, torch.nan), torch.ones(2, 8, device=device)
+
+    def weighted_bwd(weight: Tensor) -> Tensor:
+        dx: Tensor = raw.rms_norm_bwd(x, x, weight, rstd, None, None, gated, 1, True, False, False)[
+            0
+        ]
+        return dx
+
     calls = [
         lambda: raw.rms_norm(x, spec=gated),
         lambda: raw.rms_norm(x, spec=gated, out=out),
         lambda: raw.rms_norm_fwd(x, spec=gated),
         lambda: raw.rms_norm_bwd(x, x, None, rstd, None, None, gated, 1, True, False, False),
+        lambda: raw.rms_norm_gradients(x, x, None, rstd, None, None, gated, 1, True, False),
+        lambda: torch.func.vmap(weighted_bwd)(weights),
         lambda: raw.add_rms_norm(x, x, spec=gated),
         lambda: raw.add_rms_norm_fwd(x, x, spec=gated),
         lambda: raw.add_rms_norm_(out, x, spec=gated),

@@ -248,7 +248,8 @@ class TestCommunication:
             one = found[f"{operation}: S2, weight {weight}"]
             assert one.forward == {"all_reduce": 1}
             assert one.backward == {"all_reduce": 1}
-        assert found["float64 1.0 mean_square 0.0"].forward == {"all_reduce": 1}
+        wide = found["float64 1.0 mean_square 0.0"]
+        assert (wide.forward, wide.backward) == ({"all_reduce": 1}, {"all_reduce": 2})
 
     def test_whole_groups_need_none(self, found: dict[str, Whole]) -> None:
         for name in ("groups of 5, before", "groups of 1, after"):

@@ -51,8 +51,9 @@ def _leaf(value: Any) -> Any:
 def alone(model: nn.Module, calls: Sequence[tuple[str, Call]], *, backward: bool) -> Start:
     """The modules of ``model`` on what they are given in it, and nothing else.
 
-    The forward of each call is a lap. The backward of all is one, as it is in a step: to start
-    PyTorch's engine takes longer than the backward of a small norm does.
+    The forward of each call is a lap. The backward of all is one, since PyTorch's engine is started
+    once in a step too, and that takes longer than the backward of a small norm. The gradients all
+    stay until its end, which they do not in a step.
 
     Args:
         model: any.
@@ -68,7 +69,7 @@ def alone(model: nn.Module, calls: Sequence[tuple[str, Call]], *, backward: bool
     ]
     gradients: list[Tensor] = []
 
-    def both() -> list[float]:
+    def run() -> list[float]:
         laps, outputs = [], []
         for module, (args, kwargs) in bound:
             start = time.perf_counter()
@@ -76,6 +77,7 @@ def alone(model: nn.Module, calls: Sequence[tuple[str, Call]], *, backward: bool
             laps.append(time.perf_counter() - start)
             if backward and output.requires_grad:
                 outputs.append(output)
+            del output  # or the next one would be given other memory
         if outputs:
             if not gradients:
                 gradients.extend(map(torch.randn_like, outputs))
@@ -84,4 +86,4 @@ def alone(model: nn.Module, calls: Sequence[tuple[str, Call]], *, backward: bool
             laps.append(time.perf_counter() - start)
         return laps
 
-    return lambda: [both]
+    return lambda: [run]

@@ -2,8 +2,8 @@
 
 The step of one model is timed with this package's norms, with ``torch.nn.RMSNorm`` and without
 norms: in one process, a step of each in turn. What eager norms take is the step with them minus the
-step without; that part of it is gone which ours do not take. A norm that did nothing but move the
-bytes it must would take something too: that is measured as well, and is what the machine allows.
+step without; that part of it is gone which ours do not take. Beside it stands what copies in the
+place of the norms leave: a norm that is not fused with an addition must move these bytes too.
 """
 
 from __future__ import annotations
@@ -135,21 +135,21 @@ class StepTimes:
     @functools.cached_property
     def gone_interval(self) -> Estimate:
         """The part of the time of eager norms that ours do not take."""
-        return self.gone_of("ours")["by the clock"]
+        return self.gone_of("ours")["clock"]
 
     def gone_of(self, variant: str) -> dict[str, Estimate]:
         """The part of the time of eager norms that ``variant`` does not take, by how it was timed.
 
-        By the laps around the norms less is seen, with much less noise. The norms alone are those
-        that are not fused with additions.
+        By the ``clock``; by the laps ``around`` the norms, where less is seen, with less noise; and
+        of the norms ``alone``, which are not fused with additions there.
         """
         if variant not in self.samples:
             return {}
-        found = {"by the clock": self.paired.gone("eager", variant, "none")}
+        found = {"clock": self.paired.gone("eager", variant, "none")}
         if self.around is not None:
-            found["by the laps around them alone"] = self.around.gone("eager", variant, "none")
+            found["around"] = self.around.gone("eager", variant, "none")
         if self.alone is not None and variant in self.alone.variants:
-            found["of the norms alone"] = self.alone.ratio(variant, "eager").complement()
+            found["alone"] = self.alone.ratio(variant, "eager").complement()
         return found
 
     @property
@@ -173,16 +173,23 @@ class StepTimes:
         """
         share = self.paired.share("eager", "none")
         name = f"{self.name}, compiled" if self.compiled else self.name
-        ours = ", ".join(f"{how} {gone.percent()}" for how, gone in self.gone_of("ours").items())
         parts = [
             f"{name}: eager / ours: {self.ratio_interval.times()}",
             f"of the time of eager norms, {share.value * 100:.1f} % of the step "
-            f"({share.low * 100:.1f} to {share.high * 100:.1f} %), gone: {ours}",
+            f"({share.low * 100:.1f} to {share.high * 100:.1f} %), gone: {self._told('ours')}",
         ]
-        if copies := self.gone_of("copies"):
-            told = ", ".join(f"{how} {gone.percent()}" for how, gone in copies.items())
-            parts.append(f"with copies instead: {told}")
+        if "copies" in self.samples:
+            parts.append(f"with copies instead: {self._told('copies')}")
         return "; ".join(parts)
+
+    def _told(self, variant: str) -> str:
+        words = {
+            "clock": "by the clock",
+            "around": "by the laps around them alone",
+            "alone": "of the norms alone",
+        }
+        gone = self.gone_of(variant).items()
+        return ", ".join(f"{words[how]} {estimate.percent()}" for how, estimate in gone)
 
     def intervals(self) -> dict[str, Any]:
         """The estimates with their 95 percent intervals, for JSON."""
@@ -207,7 +214,7 @@ class StepTimes:
         if self.ratio_interval.at_least(1.0) is False:
             return False
         gone = self.gone_of("ours")
-        best = gone.get("by the laps around them alone", gone["by the clock"])
+        best = gone.get("around", gone["clock"])
         return self.compiled or best.at_least(GONE) is not False
 
 

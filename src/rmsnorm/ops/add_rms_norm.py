@@ -573,8 +573,8 @@ def _in_place(
         _check_may_change(x, residual)
     op_inplace(x, residual, weight, eps, spec.encode(), ndim, alpha)
     if tracked:
-        # Autograd must notice that what it may have saved has changed. Kernels let it, but of what
-        # they are given: of a distributed tensor that is a part.
+        # Autograd must notice that what it may have saved has changed. The kernels count the
+        # versions of what they are given, which of a distributed tensor is the local part.
         torch.autograd.graph.increment_version(tracked)
 
 

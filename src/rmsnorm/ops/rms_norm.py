@@ -327,7 +327,9 @@ def _gradients(
     An operation, since what calls for it is found by PyTorch's dispatcher: another derivative,
     ``vmap``, a mode, a wrapped tensor.
     """
-    settings = eps, NormSpec.decode(spec), ndim
+    decoded = NormSpec.decode(spec)
+    _check_has_no_gate(decoded)
+    settings = eps, decoded, ndim
     needs = need_dx, need_dweight, False
     dx, dweight, _ = gradients(dy, x, weight, rstd, dresidual, settings, needs)
     return or_nothing(dx, x), or_nothing(dweight, x)
@@ -439,11 +441,11 @@ def _vmap_bwd(
         dresidual = to_front(dresidual, in_dims[4], size)
     if in_dims[2] is None and not (composed or need_dweight or need_dbias):
         return op_bwd(dy, x, weight, rstd, dresidual, eps, spec, ndim, *needs), out_dims
+    decoded = NormSpec.decode(spec)
+    _check_has_no_gate(decoded)
     if weight is not None:
         weight = to_front(weight, in_dims[2], size)
-    found = composite.rms_norm_backward(
-        dy, x, weight, eps, NormSpec.decode(spec), ndim, dresidual, needs, lead=1
-    )
+    found = composite.rms_norm_backward(dy, x, weight, eps, decoded, ndim, dresidual, needs, lead=1)
     return tuple(or_nothing(gradient, x) for gradient in found), out_dims
 
 

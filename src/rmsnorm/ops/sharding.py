@@ -7,8 +7,9 @@ What is computed depends on where the rows of x lie, separately in every dimensi
   rank, so ``Partial``.
 * **Elements of a row on different ranks** (``Shard`` of a normalised dimension): each rank adds up
   the squares of its elements; one all-reduce of a number for each row and group makes rstd. The
-  backward has one of two such numbers, or two of one where x is float64. The weight and its
-  gradient are cut as the rows are. Groups that lie whole on one rank need no communication.
+  backward has one of two such numbers, or a second one where the rows are accumulated in the widest
+  type. The weight and its gradient are cut as the rows are. Groups that lie whole on one rank need
+  no communication.
 * **Everything on every rank** (``Replicate``): as on one device.
 
 The other tensors of a call follow x: a residual, gate or gradient is moved to where the rows are, a

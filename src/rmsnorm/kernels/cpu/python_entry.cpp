@@ -279,11 +279,12 @@ bool run_backward(DirectBackward call, DirectGradients& gradients) {
 
 // Whether a result may go into the tensor behind `handle`: outside of inference mode, none of its
 // own tensors may change, and there is no gradient of one.
-bool may_write(void* handle, bool& is_tracked) {
+bool may_write(void* handle, bool* is_tracked = nullptr) {
   const bool in_inference_mode =
       thread_keys[0] == setup.thread_keys[1][0] && thread_keys[1] == setup.thread_keys[1][1];
-  is_tracked = keys_of(handle) == setup.tensor_keys[0];
-  return (is_tracked || in_inference_mode) && !(grad_mode_is_enabled() && wants_gradient(handle));
+  const bool tracked = keys_of(handle) == setup.tensor_keys[0];
+  if (is_tracked) *is_tracked = tracked;
+  return (tracked || in_inference_mode) && !(grad_mode_is_enabled() && wants_gradient(handle));
 }
 
 // Whether autograd is to know of a call with these tensors.
@@ -312,7 +313,7 @@ PyObject* rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   bool is_tracked = false;
   if (count == 6) {
     call.out = handle_of(objects[5]);
-    if (!call.out || !may_write(call.out, is_tracked)) return declined();
+    if (!call.out || !may_write(call.out, &is_tracked)) return declined();
   }
   const bool differentiated = is_differentiated(call.x, call.weight);
   if (!call.out) return normalise(call, differentiated);
@@ -464,9 +465,7 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* objects, Py_ssize_t count) {
 PyObject* add_rms_norm_in_place(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   DirectCall call;
   if (!read_add(objects, count, call)) return declined();
-  bool is_tracked = false;  // which the kernels look after
-  if (!may_write(call.x, is_tracked) || !may_write(call.residual, is_tracked) ||
-      is_differentiated(call.weight)) {
+  if (!may_write(call.x) || !may_write(call.residual) || is_differentiated(call.weight)) {
     return declined();
   }
   call.in_place = true;

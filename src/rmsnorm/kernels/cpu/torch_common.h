@@ -399,8 +399,8 @@ void take_direct(const DirectCall& call, Arguments& arguments) {
 [[gnu::weak]] std::shared_ptr<void> forward_level(std::uint64_t index) asm(
     "_ZN5torch8autograd14ForwardADLevel14try_get_by_idxEm");
 
-// torch::autograd::impl::bump_version: lets autograd notice that a tensor was written to. Null
-// where there is no such function.
+// torch::autograd::impl::bump_version of the at::Tensor that a handle points to: lets autograd
+// notice that it was written to. Null where there is no such function.
 [[gnu::weak]] void bump_version(const void* tensor) asm(
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
 #endif
