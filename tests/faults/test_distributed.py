@@ -49,12 +49,16 @@ def answers() -> list[Answer]:
     return list(first)
 
 
+def _assert_right(found: Answer, y: object, dx: object, dweight: object) -> None:
+    assert near(found.y, y)
+    assert near(found.dx, dx, rtol=2e-6)
+    assert found.dweight is not None
+    assert near(found.dweight, dweight)
+
+
 def test_B19_rows_on_different_ranks(answers: list[Answer]) -> None:
     right, found = expected("B19"), answers[0]
-    assert near(found.y, right["y"])
-    assert near(found.dx, right["dx"], rtol=2e-6)
-    assert found.dweight is not None
-    assert near(found.dweight, right["dw (full)"])
+    _assert_right(found, right["y"], right["dx"], right["dw (full)"])
     assert found.placements == ("(Shard(dim=0),)", "(Shard(dim=0),)", "(Partial(sum),)")
     assert (found.forward, found.backward) == ({}, {})
 
@@ -69,10 +73,7 @@ def test_B20_a_frozen_weight(answers: list[Answer]) -> None:
 
 def test_B22_elements_of_a_row_on_different_ranks(answers: list[Answer]) -> None:
     right, found = expected("B22"), answers[1]
-    assert near(found.y, right["a: y"])
-    assert near(found.dx, right["a: dx"], rtol=2e-6)
-    assert found.dweight is not None
-    assert near(found.dweight, right["a: dw"])
+    _assert_right(found, right["a: y"], right["a: dx"], right["a: dw"])
     assert found.forward == {"all_reduce": 1}
     assert found.backward == {"all_reduce": 1}
 

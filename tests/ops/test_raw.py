@@ -61,6 +61,11 @@ def test_a_gate_belongs_to_a_gated_norm(device: str) -> None:
         ]
         return dx
 
+    def weighted_gated_bwd(weight: Tensor) -> Tensor:
+        needs = (True, False, False)
+        dx: Tensor = raw.gated_rms_norm_bwd(x, x, x, weight, rstd, None, plain, *needs)[0]
+        return dx
+
     calls = [
         lambda: raw.rms_norm(x, spec=gated),
         lambda: raw.rms_norm(x, spec=gated, out=out),
@@ -74,6 +79,7 @@ def test_a_gate_belongs_to_a_gated_norm(device: str) -> None:
         lambda: raw.gated_rms_norm(x, x, spec=plain),
         lambda: raw.gated_rms_norm_fwd(x, x, spec=plain),
         lambda: raw.gated_rms_norm_bwd(x, x, x, None, rstd, None, plain, True, False, False),
+        lambda: torch.func.vmap(weighted_gated_bwd)(weights),
     ]
     for number, call in enumerate(calls):
         with pytest.raises((RuntimeError, ValueError), match=r"has (a|no) gate"):

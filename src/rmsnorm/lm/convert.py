@@ -34,6 +34,7 @@ from rmsnorm.models.files import (
     weight_files,
 )
 from rmsnorm.models.load import PACKAGED, load_model
+from rmsnorm.ops.rms_norm import FLOATING
 from rmsnorm.progress import Say
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ __all__ = [
 MIND, _CONFIG, _GENERATION = "mind.json", "config.json", "generation_config.json"
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def model_folder(path: str | os.PathLike[str], *, say: Say | None = None) -> Path:
@@ -336,7 +336,7 @@ def _check_kinds(state: Mapping[str, Tensor], source: Path) -> None:
     for name, value in state.items():
         if _ignored(name):
             continue
-        if value.dtype not in _DTYPES:
+        if value.dtype not in FLOATING:
             raise ModelError(
                 f"{source}: {name} is {str(value.dtype).removeprefix('torch.')}; expected float32, "
                 "float64, bfloat16 or float16: quantised weights are not read"

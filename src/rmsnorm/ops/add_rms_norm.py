@@ -73,7 +73,7 @@ def _fake_fwd(
     alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     check(x, residual, weight, eps, decoded, ndim, alpha, residual_dtype)
     y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, decoded)
     h_dtype = residual_dtype or torch.promote_types(x.dtype, residual.dtype)
@@ -93,7 +93,7 @@ def _fake_inplace(
     ndim: int = 1,
     alpha: float = 1.0,
 ) -> None:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     check(x, residual, weight, eps, decoded, ndim, alpha, residual.dtype)
     check_inplace(x, residual, weight, decoded, residual.dtype)
 
@@ -123,7 +123,7 @@ def _composite_fwd(
     residual_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_forward_mode("add_rms_norm")
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     check(x, residual, weight, eps, decoded, ndim, alpha, residual_dtype)
     return composite.add_rms_norm(x, residual, weight, eps, decoded, ndim, alpha, residual_dtype)
 
@@ -137,7 +137,7 @@ def _composite_inplace(
     ndim: int = 1,
     alpha: float = 1.0,
 ) -> None:
-    check_inplace(x, residual, weight, NormSpec.decode(spec), residual.dtype)
+    check_inplace(x, residual, weight, norm.decode(spec), residual.dtype)
     _check_may_change(x, residual)
     y, h = _composite(x, residual, weight, eps, spec, ndim, alpha, residual.dtype)
     x.copy_(y)
@@ -298,7 +298,7 @@ def _vmapped(
         return results
     # No kernel has a weight for each row.
     once = first_of(weight, weight_dim)
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     check(x[0], residual[0], once, eps, decoded, ndim, alpha, residual_dtype)
     weight = weight.movedim(weight_dim, 0)
     return composite.add_rms_norm(x, residual, weight, eps, decoded, ndim, alpha, residual_dtype)

@@ -60,7 +60,7 @@ def _fake(
     eps: float | None = None,
     spec: str = "",
 ) -> Tensor:
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check(x, gate, weight, eps, decoded)
     dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, decoded)
     return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -76,7 +76,7 @@ def _fake_fwd(
     eps: float | None = None,
     spec: str = "",
 ) -> tuple[Tensor, Tensor]:
-    return _fake(x, gate, weight, eps, spec), empty_rstd(x, NormSpec.decode(spec), 1)
+    return _fake(x, gate, weight, eps, spec), empty_rstd(x, decode(spec), 1)
 
 
 @torch.library.register_fake(  # type: ignore[untyped-decorator]
@@ -94,7 +94,7 @@ def _fake_bwd(
     need_dgate: bool,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_backward(dy, x, gate, weight, rstd, eps, NormSpec.decode(spec))
+    check_backward(dy, x, gate, weight, rstd, eps, decode(spec))
 
     def gradient(of: Tensor | None, needed: bool) -> Tensor:
         if of is None or not needed:
@@ -122,7 +122,7 @@ def _composite_fwd(
     spec: str = "",
 ) -> tuple[Tensor, Tensor]:
     refuse_forward_mode("gated_rms_norm")
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check(x, gate, weight, eps, decoded)
     return gated_composite.gated_rms_norm_with_rstd(x, gate, weight, eps, decoded)
 
@@ -141,7 +141,7 @@ def _composite_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Rows out of range and rows that cancel need more than rstd holds: it is computed again.
     refuse_forward_mode("gated_rms_norm")
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check_backward(dy, x, gate, weight, rstd, eps, decoded)
     dx, dgate, dweight = gated_composite.gated_rms_norm_backward(
         dy, x, gate, weight, eps, decoded, (need_dx, need_dgate, need_dweight)
@@ -237,7 +237,7 @@ def _vmapped(
         result = operation(rows, gates, weight, eps, spec)
         return result if isinstance(result, tuple) else (result,)
     # No kernel has a weight for each row.
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check(rows[0], gates[0], first_of(weight, weight_dim), eps, decoded)
     weight = weight.movedim(weight_dim, 0)
     return gated_composite.gated_rms_norm_with_rstd(rows, gates, weight, eps, decoded)
@@ -266,7 +266,7 @@ def _vmap_bwd(
     if weight is not None:
         weight = to_front(weight, in_dims[3], info.batch_size)
     gradients = gated_composite.gated_rms_norm_backward(
-        dy, x, gate, weight, eps, NormSpec.decode(spec), needs, lead=1
+        dy, x, gate, weight, eps, decode(spec), needs, lead=1
     )
     return tuple(or_nothing(gradient, x) for gradient in gradients), out_dims
 
@@ -290,7 +290,7 @@ def check(
     check_floating("x", x)
     check_like_x("gate", gate, x)
     check_has_gate(spec)
-    check_norm(x, weight, None, eps, spec, 1, takes_gate=True)
+    check_norm(x, weight, None, eps, spec, 1)
 
 
 def check_backward(
@@ -305,6 +305,17 @@ def check_backward(
     check(x, gate, weight, eps, spec)
     check_rstd(rstd, x, spec, 1)
     check_like_x("dy", dy, x)
+
+
+def decode(spec: str) -> NormSpec:
+    """The spec that an operation was given.
+
+    Raises:
+        ValueError: it is none, or has no gate.
+    """
+    decoded = NormSpec.decode(spec)
+    check_has_gate(decoded)
+    return decoded
 
 
 def check_has_gate(spec: NormSpec) -> None:

@@ -60,8 +60,7 @@ def _fake(
     ndim: int = 1,
 ) -> Tensor:
     _check_tensors(x, weight, bias, ndim)
-    decoded = NormSpec.decode(spec)
-    _check_has_no_gate(decoded)
+    decoded = decode(spec)
     dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, decoded)
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
@@ -79,7 +78,7 @@ def _fake_out(
     *,
     out: Tensor,
 ) -> Tensor:
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check(x, weight, bias, eps, decoded, ndim)
     check_out(out, x, weight, decoded)
     return out
@@ -96,7 +95,7 @@ def _fake_fwd(
     spec: str = "",
     ndim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    return _fake(x, weight, bias, eps, spec, ndim), empty_rstd(x, NormSpec.decode(spec), ndim)
+    return _fake(x, weight, bias, eps, spec, ndim), empty_rstd(x, decode(spec), ndim)
 
 
 def empty_rstd(x: Tensor, spec: NormSpec, ndim: int) -> Tensor:
@@ -121,7 +120,7 @@ def _fake_bwd(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_backward(dy, x, weight, rstd, dresidual, NormSpec.decode(spec), ndim)
+    check_backward(dy, x, weight, rstd, dresidual, decode(spec), ndim)
 
     def empty(wanted: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device) if wanted else x.new_empty(0)
@@ -134,7 +133,7 @@ def _fake_bwd(
             normalized,
             x.dtype if weight is None else weight.dtype,
         ),
-        empty(need_dbias, normalized, compute_dtype(x.dtype, NormSpec.decode(spec))),
+        empty(need_dbias, normalized, compute_dtype(x.dtype, decode(spec))),
     )
 
 
@@ -159,7 +158,7 @@ def _composite_out(
     *,
     out: Tensor,
 ) -> Tensor:
-    check_out(out, x, weight, NormSpec.decode(spec))
+    check_out(out, x, weight, decode(spec))
     return out.copy_(_composite(x, weight, bias, eps, spec, ndim))
 
 
@@ -172,7 +171,7 @@ def _composite_fwd(
     ndim: int = 1,
 ) -> tuple[Tensor, Tensor]:
     refuse_forward_mode("rms_norm")
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check(x, weight, bias, eps, decoded, ndim)
     return composite.rms_norm_with_rstd(x, weight, bias, eps, decoded, ndim, x.dtype)
 
@@ -191,7 +190,7 @@ def _composite_bwd(
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_forward_mode("rms_norm")
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check_backward(dy, x, weight, rstd, dresidual, decoded, ndim)
     needs = (need_dx, need_dweight, need_dbias)
     dx, dweight, dbias = composite.rms_norm_backward(
@@ -327,9 +326,7 @@ def _gradients(
     An operation, since what calls for it is found by PyTorch's dispatcher: another derivative,
     ``vmap``, a mode, a wrapped tensor.
     """
-    decoded = NormSpec.decode(spec)
-    _check_has_no_gate(decoded)
-    settings = eps, decoded, ndim
+    settings = eps, decode(spec), ndim
     needs = need_dx, need_dweight, False
     dx, dweight, _ = gradients(dy, x, weight, rstd, dresidual, settings, needs)
     return or_nothing(dx, x), or_nothing(dweight, x)
@@ -406,7 +403,7 @@ def _vmapped(
         result = operation(rows, weight, bias, eps, spec, ndim)
         return result if isinstance(result, tuple) else (result,)
     # No kernel has a weight for each row.
-    decoded = NormSpec.decode(spec)
+    decoded = decode(spec)
     check(rows[0], first_of(weight, weight_dim), first_of(bias, bias_dim), eps, decoded, ndim)
     if weight is not None and weight_dim is not None:
         weight = weight.movedim(weight_dim, 0)
@@ -441,11 +438,11 @@ def _vmap_bwd(
         dresidual = to_front(dresidual, in_dims[4], size)
     if in_dims[2] is None and not (composed or need_dweight or need_dbias):
         return op_bwd(dy, x, weight, rstd, dresidual, eps, spec, ndim, *needs), out_dims
-    decoded = NormSpec.decode(spec)
-    _check_has_no_gate(decoded)
     if weight is not None:
         weight = to_front(weight, in_dims[2], size)
-    found = composite.rms_norm_backward(dy, x, weight, eps, decoded, ndim, dresidual, needs, lead=1)
+    found = composite.rms_norm_backward(
+        dy, x, weight, eps, decode(spec), ndim, dresidual, needs, lead=1
+    )
     return tuple(or_nothing(gradient, x) for gradient in found), out_dims
 
 
@@ -484,28 +481,30 @@ def check(
     eps: float | None,
     spec: NormSpec,
     ndim: int,
-    takes_gate: bool = False,
 ) -> None:
     """Refuse what the operation cannot do.
 
-    ``takes_gate``: whether it is one of a gated norm, which has looked at the gate.
-
     Raises:
         TypeError: a dtype that is not float32, float64, bfloat16 or float16.
-        ValueError: shapes that do not fit each other or the spec, a bad eps, or a spec with a gate.
+        ValueError: shapes that do not fit each other or the spec, or a bad eps.
         RuntimeError: tensors on different devices.
     """
     _check_tensors(x, weight, bias, ndim)
-    if not takes_gate:
-        _check_has_no_gate(spec)
     if eps is not None and check_eps(eps) > torch.finfo(compute_dtype(x.dtype, spec)).max:
         raise ValueError(f"eps is {eps!r}, which float32, in which {x.dtype} is computed, has not")
     spec.width(math.prod(x.shape[x.dim() - ndim :]))
 
 
-def _check_has_no_gate(spec: NormSpec) -> None:
-    if spec.gate is not None:
-        raise ValueError(f"{spec} has a gate, which this operation does not take")
+def decode(spec: str) -> NormSpec:
+    """The spec that an operation without a gate was given.
+
+    Raises:
+        ValueError: it is none, or has a gate.
+    """
+    decoded = NormSpec.decode(spec)
+    if decoded.gate is not None:
+        raise ValueError(f"{decoded} has a gate, which this operation does not take")
+    return decoded
 
 
 def _check_tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, ndim: int) -> None:
@@ -557,7 +556,6 @@ def check_backward(
     ndim: int,
 ) -> None:
     _check_tensors(x, weight, None, ndim)
-    _check_has_no_gate(spec)
     check_rstd(rstd, x, spec, ndim)
     check_like_x("dy", dy, x)
     if dresidual is not None:

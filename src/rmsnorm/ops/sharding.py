@@ -332,7 +332,7 @@ def _rms_norm_fwd(
     spec: str = "",
     ndim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     norm.check(x, weight, bias, eps, decoded, ndim)
     layout = _Layout({"x": x}, {"weight": weight, "bias": bias}, ndim)
     row, w, b = layout.rows(x), layout.parameter(weight), layout.parameter(bias)
@@ -355,7 +355,7 @@ def _rms_norm(
     spec: str = "",
     ndim: int = 1,
 ) -> Tensor:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     norm.check(x, weight, bias, eps, decoded, ndim)
     layout = _Layout({"x": x}, {"weight": weight, "bias": bias}, ndim)
     local, _ = _local_spec(layout, decoded, ndim)
@@ -375,7 +375,7 @@ def _rms_norm_out(
     *,
     out: Tensor,
 ) -> Tensor:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     norm.check(x, weight, bias, eps, decoded, ndim)
     norm.check_out(out, x, weight, decoded)
     layout = _Layout({"x": x}, {"weight": weight, "bias": bias, "out": out}, ndim)
@@ -404,7 +404,7 @@ def _rms_norm_bwd(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, ...]:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     norm.check_backward(dy, x, weight, rstd, dresidual, decoded, ndim)
     rows = {"x": x, "dy": dy, "dresidual": dresidual}
     layout = _Layout(rows, {"weight": weight, "rstd": rstd}, ndim)
@@ -434,7 +434,7 @@ def _add_rms_norm_fwd(
     alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     add.check(x, residual, weight, eps, decoded, ndim, alpha, residual_dtype)
     layout = _Layout({"x": x, "residual": residual}, {"weight": weight}, ndim)
     branch, stream, w = layout.rows(x), layout.rows(residual), layout.parameter(weight)
@@ -461,7 +461,7 @@ def _add_rms_norm(
     alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     add.check(x, residual, weight, eps, decoded, ndim, alpha, residual_dtype)
     layout = _Layout({"x": x, "residual": residual}, {"weight": weight}, ndim)
     local, _ = _local_spec(layout, decoded, ndim)
@@ -481,7 +481,7 @@ def _add_rms_norm_inplace(
     ndim: int = 1,
     alpha: float = 1.0,
 ) -> None:
-    decoded = NormSpec.decode(spec)
+    decoded = norm.decode(spec)
     add.check(x, residual, weight, eps, decoded, ndim, alpha, residual.dtype)
     add.check_inplace(x, residual, weight, decoded, residual.dtype)
     layout = _Layout({"x": x, "residual": residual}, {"weight": weight}, ndim)
@@ -506,7 +506,7 @@ def _gated_rms_norm_fwd(
     eps: float | None = None,
     spec: str = "",
 ) -> tuple[Tensor, Tensor]:
-    decoded = NormSpec.decode(spec)
+    decoded = gated.decode(spec)
     gated.check(x, gate, weight, eps, decoded)
     layout = _Layout({"x": x, "gate": gate}, {"weight": weight}, 1)
     row, beside, w = layout.rows(x), layout.rows(gate), layout.parameter(weight)
@@ -528,7 +528,7 @@ def _gated_rms_norm(
     eps: float | None = None,
     spec: str = "",
 ) -> Tensor:
-    decoded = NormSpec.decode(spec)
+    decoded = gated.decode(spec)
     gated.check(x, gate, weight, eps, decoded)
     layout = _Layout({"x": x, "gate": gate}, {"weight": weight}, 1)
     local, _ = _local_spec(layout, decoded, 1)
@@ -550,7 +550,7 @@ def _gated_rms_norm_bwd(
     need_dgate: bool,
     need_dweight: bool,
 ) -> tuple[Tensor, ...]:
-    decoded = NormSpec.decode(spec)
+    decoded = gated.decode(spec)
     gated.check_backward(dy, x, gate, weight, rstd, eps, decoded)
     layout = _Layout({"x": x, "gate": gate, "dy": dy}, {"weight": weight, "rstd": rstd}, 1)
     needs = (need_dx, need_dgate, need_dweight and weight is not None)
